@@ -1,0 +1,246 @@
+//! Everything worth seeing: events as they happen, and the state at one moment.
+//!
+//! No key value is in any of it, only fingerprints (invariant 11). Exporters live elsewhere.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::broadcast;
+
+use crate::envelope::MessageId;
+use crate::handler::FailureKind;
+use crate::key::Fingerprint;
+use crate::outcome::{Outcome, PoisonReason};
+use crate::session::SessionId;
+
+/// Something that happened at an endpoint.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Event {
+    /// Name of the endpoint.
+    pub endpoint: Arc<str>,
+    /// What happened.
+    pub kind: EventKind,
+}
+
+/// What happened.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum EventKind {
+    /// A session was opened: deliveries flow.
+    Connected {
+        /// The session.
+        session: SessionId,
+        /// How many sessions were lost before it.
+        reconnects: u64,
+    },
+    /// The session ended unexpectedly, or could not be opened; another try follows.
+    Disconnected {
+        /// What happened, without credentials.
+        reason: String,
+        /// Pause before the next try.
+        retry_in: Duration,
+    },
+    /// An attempt failed.
+    AttemptFailed {
+        /// The key, where there is one.
+        key: Option<Fingerprint>,
+        /// The message.
+        message: Option<MessageId>,
+        /// Which attempt.
+        attempt: u32,
+        /// In which way.
+        failure: FailureKind,
+        /// The pause before the next attempt; `None` when there is none.
+        retry_in: Option<Duration>,
+    },
+    /// A message ended without effect: the key's sequence has a hole here.
+    Gap {
+        /// The key, where there is one.
+        key: Option<Fingerprint>,
+        /// The message.
+        message: Option<MessageId>,
+        /// Why.
+        reason: PoisonReason,
+        /// Where it went.
+        outcome: Outcome,
+        /// How often a handler ran.
+        attempts: u32,
+    },
+    /// Parking failed; the key stays held, another try follows.
+    ParkingFailed {
+        /// The key, where there is one.
+        key: Option<Fingerprint>,
+        /// The message.
+        message: Option<MessageId>,
+        /// What the parking place said.
+        error: String,
+        /// Pause before the next try.
+        retry_in: Duration,
+    },
+    /// A handler neither returned nor could be dropped within a second of being aborted: it blocks
+    /// its thread. Its key waits for it, and its permit is not available.
+    Stuck {
+        /// The key, where there is one.
+        key: Option<Fingerprint>,
+        /// The message.
+        message: Option<MessageId>,
+    },
+    /// A stuck handler has ended.
+    Unstuck {
+        /// The key, where there is one.
+        key: Option<Fingerprint>,
+    },
+    /// All credits are used and few keys hold them: other keys wait at the broker.
+    CreditsExhausted {
+        /// Number of keys with unsettled messages.
+        keys: usize,
+        /// The credits (`max_in_flight`).
+        credits: u32,
+    },
+    /// A message could not be given the key the endpoint asks for.
+    KeyMissing {
+        /// The message.
+        message: Option<MessageId>,
+        /// Whether the correlation id stood in for it; otherwise the message has no order.
+        fallback: bool,
+    },
+    /// One of Laneway's own actors panicked: a bug in Laneway. It was restarted.
+    ActorRestarted {
+        /// Which actor.
+        actor: &'static str,
+    },
+    /// An actor panicked too often; the endpoint drains and stops.
+    Failed {
+        /// What happened.
+        reason: String,
+    },
+    /// The endpoint has drained.
+    Drained {
+        /// Deliveries given back to the source unstarted.
+        given_back: usize,
+        /// Attempts that were still running at the deadline.
+        unfinished: usize,
+    },
+}
+
+/// Where events go: a broadcast to any number of subscribers. Never blocks the sender; a subscriber
+/// that falls behind by more than 1,024 events misses the oldest and is told how many.
+#[derive(Clone)]
+pub struct Events(broadcast::Sender<Event>);
+
+impl Default for Events {
+    fn default() -> Self {
+        Self(broadcast::channel(1_024).0)
+    }
+}
+
+impl Events {
+    /// Receives everything that happens from now on.
+    pub fn subscribe(&self) -> broadcast::Receiver<Event> {
+        self.0.subscribe()
+    }
+
+    pub(crate) fn emit(&self, endpoint: &Arc<str>, kind: EventKind) {
+        // An error means that nobody listens, which is fine.
+        let _ = self.0.send(Event {
+            endpoint: Arc::clone(endpoint),
+            kind,
+        });
+    }
+}
+
+/// What an endpoint is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EndpointState {
+    /// Opening its first session.
+    Starting,
+    /// Deliveries flow.
+    Running,
+    /// The session was lost; trying to open another.
+    Disconnected,
+    /// Finishing what runs.
+    Draining,
+    /// Ended in an orderly way.
+    Stopped,
+    /// Ended because something is broken; see the `Failed` event.
+    Failed,
+}
+
+/// The state of one endpoint at one moment.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct EndpointSnapshot {
+    /// Name of the endpoint.
+    pub endpoint: Arc<str>,
+    /// What it is doing.
+    pub state: EndpointState,
+    /// Deliveries received and not settled.
+    pub in_flight: usize,
+    /// The most there can be (`max_in_flight`).
+    pub credits: u32,
+    /// Handlers running now.
+    pub running: usize,
+    /// Messages in each lane, running ones included.
+    pub lane_depth: Vec<usize>,
+    /// Keys that do not move, with the reason.
+    pub waiting_keys: Vec<WaitingKey>,
+    /// Messages handled since the start.
+    pub handled: u64,
+    /// Messages parked since the start.
+    pub parked: u64,
+    /// Messages discarded since the start.
+    pub discarded: u64,
+    /// Messages that ended without effect since the start.
+    pub gaps: u64,
+    /// Attempts since the start.
+    pub attempts: u64,
+    /// Messages ordered by their correlation id, because the key itself was missing.
+    pub key_fallbacks: u64,
+    /// Messages of an ordered endpoint that had no key at all.
+    pub keyless: u64,
+    /// Sessions lost since the start.
+    pub reconnects: u64,
+}
+
+impl EndpointSnapshot {
+    /// Whether deliveries flow and at least one handler can run: false while disconnected, failed, or
+    /// when every permit is held by a stuck handler.
+    pub fn is_healthy(&self) -> bool {
+        let stuck = self
+            .waiting_keys
+            .iter()
+            .filter(|waiting| waiting.why == WaitReason::Stuck)
+            .count();
+        self.state == EndpointState::Running && (stuck == 0 || stuck < self.running)
+    }
+}
+
+/// A key that does not move.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WaitingKey {
+    /// The key; `None` for a message without one.
+    pub key: Option<Fingerprint>,
+    /// Its lane.
+    pub lane: usize,
+    /// Why it waits.
+    pub why: WaitReason,
+    /// For how long.
+    pub since: Duration,
+    /// Messages waiting behind its head.
+    pub behind: usize,
+}
+
+/// Why a key does not move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WaitReason {
+    /// Its head failed and waits for the next attempt.
+    BackingOff,
+    /// Its head is being parked.
+    Parking,
+    /// Its handler blocks and cannot be aborted.
+    Stuck,
+}

@@ -1,0 +1,46 @@
+//! How a message ended, and why one is poison.
+
+use std::fmt;
+
+/// How a message ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// A handler ran to the end and succeeded.
+    Handled,
+    /// Moved durably to the parking place.
+    Parked,
+    /// Given up without parking, because the endpoint says so (`discard_poison`).
+    Discarded,
+}
+
+/// Why a message is poison. Its text form goes into the parked message's headers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PoisonReason {
+    /// The handler failed in each of the allowed attempts.
+    Failed,
+    /// The handler said that no further attempt can succeed.
+    Permanent,
+    /// The handler panicked in the last allowed attempt.
+    Panicked,
+    /// The handler exceeded its time-out in the last allowed attempt.
+    TimedOut,
+    /// The body cannot be decoded as the type it claims to be.
+    Undecodable,
+    /// No handler of the endpoint takes messages of this type.
+    NoHandler,
+}
+
+impl fmt::Display for PoisonReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Failed => "failed",
+            Self::Permanent => "permanent",
+            Self::Panicked => "panicked",
+            Self::TimedOut => "timed-out",
+            Self::Undecodable => "undecodable",
+            Self::NoHandler => "no-handler",
+        })
+    }
+}

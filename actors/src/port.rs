@@ -1,0 +1,215 @@
+//! What the outside must provide: sources with their sessions, a parking place, a publisher.
+//!
+//! The traits here are all that a broker or a store has to implement; `laneway` implements them
+//! for RabbitMQ and for the embedded broker. One conformance suite holds every adapter to them.
+
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+
+use crate::envelope::{Delivery, DeliveryTag, Envelope};
+use crate::key::OrderingKey;
+use crate::outcome::PoisonReason;
+use crate::session::SessionState;
+
+/// Where deliveries come from: a queue of a broker.
+pub trait Source: Send + Sync + 'static {
+    /// Name of the queue, for logs, events and errors.
+    fn name(&self) -> &str;
+
+    /// Checks the world before the first message: the queue exists and is as declared, the
+    /// parking place is there. Declares what the application asked to be declared.
+    ///
+    /// # Errors
+    /// Every difference, each naming the thing and the setting to change.
+    fn verify(&self) -> BoxFuture<'_, Result<(), Vec<SourceError>>>;
+
+    /// Opens a session: one channel on which the queue's messages arrive in order.
+    ///
+    /// At most `credits` deliveries are unsettled at any time. The adapter ends `state` when it
+    /// notices that the session is lost, and proves it alive while it lives
+    /// ([`SessionState::prove`]). Cancelling the future opens nothing.
+    ///
+    /// # Errors
+    /// When the source cannot be reached or refuses; the caller tries again after a pause, unless
+    /// the error is [`SourceError::Refused`].
+    fn open(
+        &self,
+        state: Arc<SessionState>,
+        credits: u16,
+    ) -> BoxFuture<'_, Result<OpenSession, SourceError>>;
+}
+
+/// A session that was opened: what arrives, and how to answer.
+pub struct OpenSession {
+    /// Batches in order of arrival. Ends with one error, or without; both mean the session ended.
+    /// A session that the supervisor closed ends without an error.
+    pub deliveries: BoxStream<'static, Result<Vec<Delivery>, SourceError>>,
+    /// Settles, proves, closes.
+    pub control: Arc<dyn Session>,
+}
+
+/// The answering side of a session. Used by one owner, the endpoint's supervisor.
+pub trait Session: Send + Sync + 'static {
+    /// Queues acknowledgements, in this order, without waiting. On a session that has ended it
+    /// does nothing: a delivery of an ended session cannot be settled.
+    fn acknowledge(&self, acks: &[Ack]);
+
+    /// Resolves when the source has *processed* every acknowledgement queued before the call.
+    ///
+    /// # Errors
+    /// [`SessionLost`] if the session ended first: it is unknown which were processed.
+    fn barrier(&self) -> BoxFuture<'static, Result<(), SessionLost>>;
+
+    /// Closes the session in an orderly way: everything unsettled goes back to the queue in its
+    /// original order, with no attempt counted. Resolves when the source has confirmed, or when it
+    /// is lost anyway; never waits for ever.
+    fn close(&self) -> BoxFuture<'static, ()>;
+}
+
+/// One acknowledgement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ack {
+    /// The delivery's tag; with `multiple`, one that is still outstanding.
+    pub tag: DeliveryTag,
+    /// Acknowledges every outstanding delivery up to and including the tag.
+    pub multiple: bool,
+}
+
+/// The session ended before the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the session ended before the source had answered")]
+pub struct SessionLost;
+
+/// Why a source cannot deliver.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SourceError {
+    /// The source cannot be reached, or went away: worth another try.
+    #[error("{what}")]
+    Unavailable {
+        /// What happened, without credentials.
+        what: String,
+        /// The adapter's own error.
+        #[source]
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    },
+    /// The source answered that it will not do this (missing queue, refused credentials, an argument
+    /// that differs): trying again changes nothing until somebody changes something.
+    #[error("{what}")]
+    Refused {
+        /// What was refused, and which setting or thing to change; without credentials.
+        what: String,
+        /// The adapter's own error.
+        #[source]
+        source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    },
+}
+
+/// Where poison messages go.
+pub trait Parking: Send + Sync + 'static {
+    /// Name of the place, for logs and events.
+    fn name(&self) -> &str;
+
+    /// Stores the message durably, and resolves when that is confirmed. Once per call: trying again
+    /// is the caller's decision.
+    ///
+    /// # Errors
+    /// [`ParkError`], telling whether a copy may have been stored.
+    fn park(&self, letter: Arc<DeadLetter>) -> BoxFuture<'static, Result<(), ParkError>>;
+}
+
+/// A poison message with its provenance.
+#[derive(Debug)]
+pub struct DeadLetter {
+    /// The delivery, with envelope and the adapter's own form of the message.
+    pub delivery: Arc<Delivery>,
+    /// Endpoint that gave it up.
+    pub endpoint: Arc<str>,
+    /// Queue it came from.
+    pub queue: Arc<str>,
+    /// Why.
+    pub reason: PoisonReason,
+    /// The last error's text, with occurrences of the key replaced by its fingerprint.
+    pub detail: String,
+    /// How often a handler ran.
+    pub attempts: u32,
+    /// When it was given up, by this machine's clock.
+    pub given_up_at: std::time::SystemTime,
+}
+
+/// Why a message is not known to be parked.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParkError {
+    /// The parking place refused it: surely no copy there.
+    #[error("the parking place refused the message: {0}")]
+    Refused(String),
+    /// No answer: a copy may be there. Trying again can leave a second one.
+    #[error("whether the message was parked is unknown: {0}")]
+    Unknown(String),
+}
+
+/// Sends messages out.
+pub trait Publisher: Send + Sync + 'static {
+    /// Sends one message and resolves when the broker has confirmed it. Never sends it twice.
+    ///
+    /// # Errors
+    /// [`PublishError`], telling whether a copy may have been sent.
+    ///
+    /// # Cancellation
+    /// Dropping the future leaves the outcome unknown: the message may or may not be sent.
+    fn publish(&self, outgoing: Outgoing) -> BoxFuture<'static, Result<(), PublishError>>;
+}
+
+/// A message on its way out.
+#[derive(Debug, Clone)]
+pub struct Outgoing {
+    /// Where to.
+    pub destination: Destination,
+    /// The message.
+    pub envelope: Envelope,
+    /// Its ordering key; the header that carries it is set already.
+    pub key: Option<OrderingKey>,
+}
+
+/// Where a message is sent.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Destination {
+    /// A queue, by its name.
+    Queue(Arc<str>),
+    /// An exchange, with a routing key.
+    Exchange {
+        /// Name of the exchange.
+        exchange: Arc<str>,
+        /// Routing key.
+        routing_key: Arc<str>,
+    },
+}
+
+/// Why a message is not known to be published.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum PublishError {
+    /// The broker refused it, or had no queue for it: surely not sent.
+    #[error("the broker did not accept the message: {0}")]
+    Refused(String),
+    /// No answer: it may have been sent. Laneway does not send it again by itself.
+    #[error("whether the message was published is unknown: {0}")]
+    Unknown(String),
+    /// Not sent, because an earlier message of the same key failed while this one waited: sending it
+    /// would have put it before the earlier one, should that be sent again.
+    #[error("not published: an earlier message of the same key failed first")]
+    EarlierFailed,
+    /// Not sent: no destination is configured for this type.
+    #[error("no destination is configured for messages of type `{0}`")]
+    NoDestination(String),
+    /// Not sent: the payload could not be encoded.
+    #[error("the message could not be encoded: {0}")]
+    Encode(String),
+    /// Not sent: the bus has been shut down.
+    #[error("not published: the bus has been shut down")]
+    ShutDown,
+}

@@ -1,0 +1,1 @@
+//! The test kit: the order ledger and the conformance suite of sources.

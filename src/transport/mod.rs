@@ -1,0 +1,23 @@
+//! Brokers: where messages come from and go to. Each transport has the same shape.
+
+use std::sync::Arc;
+
+use laneway_actors::port::{Parking, Publisher, Source};
+
+use crate::topology::QueueSpec;
+
+pub mod memory;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;
+
+/// What the bus asks of a transport. Nothing here does I/O: connections are opened by the ports.
+pub trait Transport: Send + Sync + 'static {
+    /// The source of a queue. Its `verify` declares or checks the queue and its parking place.
+    fn source(&self, queue: &QueueSpec) -> Arc<dyn Source>;
+
+    /// The parking place of a queue, if it has one.
+    fn parking(&self, queue: &QueueSpec) -> Option<Arc<dyn Parking>>;
+
+    /// Sends messages out.
+    fn publisher(&self) -> Arc<dyn Publisher>;
+}

@@ -1,0 +1,1 @@
+//! RabbitMQ over `lapin`.
