@@ -3,6 +3,7 @@
 mod envelope;
 mod handler;
 mod key;
+pub mod lane;
 mod message;
 mod observe;
 mod outcome;

@@ -1,0 +1,2 @@
+//! lane
+pub mod machine;
