@@ -330,6 +330,35 @@ impl<D: Item> Machine<D> {
         }
     }
 
+    /// An empty machine that recognises answers to questions of this one as outdated.
+    pub fn successor(&self) -> Self {
+        Self {
+            next_stamp: self.next_stamp + 1,
+            ..Self::new(self.policy, self.plan, self.remember_at_most)
+        }
+    }
+
+    /// Takes over an attempt that already runs and cannot be settled: its key waits for its end.
+    pub fn adopt_running(&mut self, head: D) -> Ticket {
+        let stamp = self.stamp();
+        let key = head.key().cloned();
+        let slot = self.tracks.insert(Track {
+            key: key.clone(),
+            stamp,
+            state: State::Running {
+                head,
+                attempts: 1,
+                orphan: true,
+                stuck: false,
+            },
+            waiting: VecDeque::new(),
+        });
+        if let Some(key) = key {
+            self.by_key.insert(key, slot);
+        }
+        Ticket { slot, stamp }
+    }
+
     /// Deliveries that wait or run.
     pub fn depth(&self) -> usize {
         self.depth
