@@ -104,7 +104,10 @@ impl EndpointSettings {
             NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN)
         };
         let concurrency = number("concurrency", self.concurrency, 1, 65_535);
-        let lanes = number("lanes", self.lanes.unwrap_or(concurrency.get()), 1, 65_535);
+        let lanes = match self.lanes {
+            Some(lanes) => number("lanes", lanes, 1, 65_535),
+            None => concurrency,
+        };
         let credits = self
             .max_in_flight
             .unwrap_or_else(|| self.concurrency.saturating_mul(2).clamp(32, 65_535));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 
 use crate::envelope::{Delivery, Envelope, Headers, MessageId};
-use crate::key::{Keyed, OrderingKey};
+use crate::key::OrderingKey;
 use crate::message::{CodecError, Encoding, Message};
 use crate::port::PublishError;
 
