@@ -50,7 +50,8 @@ pub trait Adapter: Send + Sync {
 
     /// Ends, from the outside, the connection of every session that is open on the queue, so that
     /// they notice without having asked for it. Resolves when it is done; when the sessions notice is
-    /// up to them. The broker and the queue stay.
+    /// up to them. The broker and the queue stay. It may cut publishing connections too: no case
+    /// publishes after it.
     fn cut<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, ()>;
 
     /// Removes an exchange from the broker, from the outside. Resolves when it is gone.
@@ -317,7 +318,9 @@ pub async fn a_stale_tag_settles_nothing_of_the_next_session(adapter: &dyn Adapt
     next.barrier().await.expect("the next session lives");
     next.close().await;
 
-    stage.expect_exactly(&[0, 1, 2]).await;
+    let mut last = stage.open(50).await;
+    assert_eq!(numbers_of(&last.take(3).await), [0, 1, 2]);
+    stage.end(last).await;
 }
 
 // ---- the end of a session -------------------------------------------------------------------
@@ -367,7 +370,9 @@ pub async fn closing_again_is_harmless(adapter: &dyn Adapter) {
     lost.ended_by_itself().await;
     lost.close().await;
 
-    stage.expect_exactly(&[0, 1]).await;
+    let mut next = stage.open(50).await;
+    assert_eq!(numbers_of(&next.take(2).await), [0, 1]);
+    stage.end(next).await;
 }
 
 // ---- single active consumer -----------------------------------------------------------------
@@ -381,7 +386,7 @@ pub async fn a_single_active_consumer_hands_over_in_order(adapter: &dyn Adapter)
     stage.publish_all(0..6).await;
     let held = active.take(4).await;
     assert_eq!(numbers_of(&held), [0, 1, 2, 3]);
-    // The last held one, so that the freed credit changes nothing about the order of the rest.
+    // The freed credit brings the next one, so that what comes back is not a plain beginning.
     active.acknowledge(held[0].tag());
     assert_eq!(number_of(&active.next().await), 4);
     active.barrier().await.expect("the session lives");

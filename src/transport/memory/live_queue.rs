@@ -1,7 +1,7 @@
 //! A queue in use: the state machine behind its lock, the sessions on it, and who is waiting.
 //!
 //! Owns the lock, the wakers and the end of sessions. Decides nothing about messages: that is
-//! [`Queue`](super::queue::Queue).
+//! [`Queue`].
 //!
 //! **No foreign code runs under the lock.** Waking, dropping a waker and ending a
 //! [`SessionState`] may each drop the last reference to a task, and the task may own a session of
