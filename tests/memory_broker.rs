@@ -132,7 +132,7 @@ fn a_session_settles_nothing_once_it_is_marked_ended_by_its_owner() {
         Some(Err(SessionLost))
     );
     session.control.close().now_or_never().expect("at once");
-    assert_eq!(broker.depth(QUEUE).ready, 1);
+    assert_eq!(broker.status(QUEUE).ready, 1);
     assert!(
         open_with(&broker, &spec, state).is_err(),
         "an ended session cannot be opened"
@@ -155,6 +155,7 @@ fn a_session_that_nobody_holds_any_more_gives_its_messages_back() {
     let (state, mut forgotten) = open(&*broker.source(&spec), 10).expect("the queue exists");
     let (_standby_state, mut standby) = open(&*broker.source(&spec), 10).expect("the queue exists");
     assert_eq!(batch_now(&mut forgotten), [(1, false)]);
+    assert_eq!(broker.status(QUEUE).sessions, 2);
     // One half is enough to keep it.
     let OpenSession {
         deliveries,
@@ -164,6 +165,7 @@ fn a_session_that_nobody_holds_any_more_gives_its_messages_back() {
     assert_eq!(batch_now(&mut standby), []);
     drop(control);
     assert!(state.has_ended());
+    assert_eq!(broker.status(QUEUE).sessions, 1);
     assert_eq!(batch_now(&mut standby), [(1, true)]);
 }
 
@@ -233,7 +235,7 @@ fn a_full_queue_refuses_and_an_exchange_delivers_to_all_or_none() {
         panic!("one of the two queues is full");
     };
     assert!(why.contains(QUEUE), "{why}");
-    assert_eq!(broker.depth("parked").total(), 0);
+    assert_eq!(broker.status("parked").total(), 0);
 
     broker.limit_length(QUEUE, None);
     publish_to(&broker, to_both(), 4).expect("there is room");
@@ -334,7 +336,7 @@ async fn waiting_ends_when_everything_is_acknowledged_also_for_a_queue_still_to_
     let waiting = {
         let broker = broker.clone();
         tokio::spawn(async move {
-            broker.wait_until(QUEUE, |depth| depth.total() == 2).await;
+            broker.wait_until(QUEUE, |status| status.total() == 2).await;
             broker.wait_empty(QUEUE).await;
         })
     };

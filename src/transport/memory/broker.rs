@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 use super::live_queue::LiveQueue;
 use super::parking::MemoryParking;
 use super::publisher::MemoryPublisher;
-use super::queue::{ConsumerId, Depth};
+use super::queue::{ConsumerId, QueueStatus};
 use super::source::MemorySource;
 use super::topology::{Arguments, refused};
 use crate::topology::{ParkingSpec, QueueSpec};
@@ -35,7 +35,7 @@ pub enum ExchangeKind {
 /// sources, sessions or publishers does.
 ///
 /// See the [module](super) for what it promises and for its use as a test kit. In what is asked about
-/// a queue (depth, messages, waiting), a queue that does not exist is an empty one.
+/// a queue (status, messages, waiting), a queue that does not exist is an empty one.
 #[derive(Clone, Default)]
 pub struct MemoryBroker {
     shared: Arc<Shared>,
@@ -232,10 +232,10 @@ impl MemoryBroker {
         self.registry_mut().unreachable = false;
     }
 
-    /// How many messages a queue holds.
-    pub fn depth(&self, queue: &str) -> Depth {
+    /// What a queue holds, and how many sessions are open on it.
+    pub fn status(&self, queue: &str) -> QueueStatus {
         self.find(queue)
-            .map_or_else(Depth::default, |queue| queue.depth())
+            .map_or_else(QueueStatus::default, |queue| queue.status())
     }
 
     /// The messages a queue holds, ready and unsettled, in the order of publishing.
@@ -251,13 +251,14 @@ impl MemoryBroker {
     /// Waits until a queue holds nothing: everything published to it was acknowledged. Driven by
     /// events; put a time-out around it.
     pub async fn wait_empty(&self, queue: &str) {
-        self.wait_until(queue, |depth| depth.is_empty()).await;
+        self.wait_until(queue, |status| status.is_empty()).await;
     }
 
-    /// Waits until what a queue holds satisfies the condition, which is asked at once and after each
+    /// Waits until a queue's status satisfies the condition (two sessions are open, three messages are
+    /// parked), which is asked at once and after each
     /// change (changes in quick succession may be seen as one). Driven by events; put a time-out
     /// around it.
-    pub async fn wait_until(&self, queue: &str, condition: impl Fn(Depth) -> bool) {
+    pub async fn wait_until(&self, queue: &str, condition: impl Fn(QueueStatus) -> bool) {
         let live = loop {
             // Enabled before looking, so that a queue added in between is not missed.
             let mut added = pin!(self.shared.queue_added.notified());
@@ -265,7 +266,7 @@ impl MemoryBroker {
             if let Some(live) = self.find(queue) {
                 break live;
             }
-            if condition(Depth::default()) {
+            if condition(QueueStatus::default()) {
                 return;
             }
             added.await;

@@ -3,7 +3,7 @@
 //! Owns the lock, the wakers and the end of sessions. Decides nothing about messages: that is
 //! [`Queue`].
 //!
-//! **No foreign code runs under the lock.** Waking, dropping a waker and ending a
+//! **No foreign code runs under the lock**, except the counting of a cloned waker. Waking, dropping a waker and ending a
 //! [`SessionState`] may each drop the last reference to a task, and the task may own a session of
 //! this very queue, whose drop takes the lock. Therefore they all happen after the lock is released,
 //! and a session is marked ended *before* what it held is given back: nobody receives a message
@@ -17,7 +17,7 @@ use laneway_actors::port::Ack;
 use laneway_actors::{Envelope, SessionState};
 use tokio::sync::Notify;
 
-use super::queue::{ConsumerId, Depth, Fetched, Full, Queue, UnknownTag};
+use super::queue::{ConsumerId, Fetched, Full, Queue, QueueStatus, UnknownTag};
 use super::topology::Arguments;
 
 /// How many deliveries a batch holds at most: enough to make the cost of a hand-over small, few
@@ -260,21 +260,21 @@ impl LiveQueue {
         self.change(|inner| inner.queue.limit_length(max));
     }
 
-    pub(super) fn depth(&self) -> Depth {
-        self.lock().queue.depth()
+    pub(super) fn status(&self) -> QueueStatus {
+        self.lock().queue.status()
     }
 
     pub(super) fn messages(&self) -> Vec<Arc<Envelope>> {
         self.lock().queue.messages()
     }
 
-    pub(super) async fn wait_until(&self, condition: impl Fn(Depth) -> bool) {
+    pub(super) async fn wait_until(&self, condition: impl Fn(QueueStatus) -> bool) {
         let _watching = Watching::start(self);
         loop {
             // Enabled before looking, so that a change between looking and waiting is not missed.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if condition(self.depth()) {
+            if condition(self.status()) {
                 return;
             }
             changed.await;

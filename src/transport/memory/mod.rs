@@ -44,7 +44,7 @@
 //!     })
 //!     .await
 //!     .expect("the queue exists");
-//! assert_eq!(broker.depth("orders").ready, 1);
+//! assert_eq!(broker.status("orders").ready, 1);
 //! # }
 //! ```
 
@@ -57,4 +57,4 @@ mod source;
 mod topology;
 
 pub use broker::{ExchangeKind, MemoryBroker};
-pub use queue::Depth;
+pub use queue::QueueStatus;

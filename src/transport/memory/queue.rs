@@ -17,18 +17,20 @@ use std::sync::Arc;
 use laneway_actors::port::Ack;
 use laneway_actors::{DeliveryTag, Envelope};
 
-/// How many messages a queue holds.
+/// What a queue holds, and who is on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Depth {
+pub struct QueueStatus {
     /// Waiting for a session with a free credit.
     pub ready: usize,
     /// Handed to a session and not settled yet.
     pub unsettled: usize,
+    /// Sessions that are open on it, the active one and those that stand by.
+    pub sessions: usize,
 }
 
-impl Depth {
-    /// Whether the queue holds nothing at all: everything published was acknowledged.
+impl QueueStatus {
+    /// Whether the queue holds no message at all: everything published was acknowledged.
     pub fn is_empty(&self) -> bool {
         self.total() == 0
     }
@@ -279,10 +281,11 @@ impl Queue {
         self.woken.drain(..)
     }
 
-    pub(super) fn depth(&self) -> Depth {
-        Depth {
+    pub(super) fn status(&self) -> QueueStatus {
+        QueueStatus {
             ready: self.ready.len(),
             unsettled: self.consumers.iter().map(|held| held.unsettled.len()).sum(),
+            sessions: self.consumers.len(),
         }
     }
 
@@ -369,8 +372,8 @@ mod tests {
         assert_eq!(fetch(&mut queue, consumer), []);
         queue.acknowledge(consumer, &[one(2)]).expect("outstanding");
         assert_eq!(fetch(&mut queue, consumer), new([3]));
-        let depth = queue.depth();
-        assert_eq!((depth.ready, depth.unsettled), (2, 2));
+        let status = queue.status();
+        assert_eq!((status.ready, status.unsettled), (2, 2));
     }
 
     #[test]
@@ -448,7 +451,7 @@ mod tests {
         let next = queue.open(10);
         assert_eq!(fetch(&mut queue, next), again([1, 2]));
         assert_eq!(queue.acknowledge(stale, &[up_to(2)]), Ok(()));
-        assert_eq!(queue.depth().unsettled, 2);
+        assert_eq!(queue.status().unsettled, 2);
     }
 
     #[test]
