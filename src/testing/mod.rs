@@ -1,1 +1,3 @@
 //! The test kit: the order ledger and the conformance suite of sources.
+
+pub mod conformance;
