@@ -13,7 +13,9 @@
 //! ```
 
 mod clock;
+mod count;
 mod event;
+mod examples;
 mod figures;
 
 use std::fs::{self, File, OpenOptions};
@@ -147,7 +149,7 @@ impl OrderLedger {
     /// When a file cannot be read; when a line is no event (the error names file and line); when an
     /// `end` has no `start`.
     pub fn merge(folder: impl AsRef<Path>) -> io::Result<Figures> {
-        figures::figures(History::read(folder.as_ref())?)
+        count::figures(History::read(folder.as_ref())?)
     }
 
     /// Records that the source has the message. Call it when the publish is confirmed: a message
@@ -205,7 +207,7 @@ impl OrderLedger {
             // A copy, so that sorting millions of events does not stop those who record.
             Sink::Memory(history) => {
                 let history = lock(history).clone();
-                figures::figures(history)
+                count::figures(history)
             }
             Sink::Folder { folder, file } => {
                 if let Some(failure) = &lock(file).failure {
