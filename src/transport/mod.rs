@@ -7,6 +7,7 @@ use laneway_actors::port::{Parking, Publisher, Source};
 use crate::topology::QueueSpec;
 
 pub mod memory;
+pub mod provenance;
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
 
