@@ -32,38 +32,49 @@ fn setups() -> impl Strategy<Value = Setup> {
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let kind =
-        prop_oneof![5 => Just(Kind::Unique), 2 => Just(Kind::WithoutId), 1 => Just(Kind::Twin)];
-    let failure = prop_oneof![
-        4 => Just(FailureKind::Transient),
-        1 => Just(FailureKind::RetryAfter(PAUSE)),
-        2 => Just(FailureKind::Permanent),
-        1 => Just(FailureKind::Panicked),
-    ];
-    let ending = prop_oneof![
-        3 => Just(Ending::Handled),
-        5 => failure.prop_map(Ending::Failed),
-        1 => Just(Ending::Aborted),
-    ];
-    let few = 0..4_usize;
-    let queue = 0..2_usize;
-    let step = prop_oneof![
-        6 => (0..6_usize, kind).prop_map(|(key, kind)| Step::Publish { key, kind }),
-        8 => (queue.clone(), 1..4_usize).prop_map(|(queue, count)| Step::Deliver { queue, count }),
-        9 => few.clone().prop_map(Step::Grant),
-        9 => (few.clone(), ending).prop_map(|(nth, ending)| Step::Finish(nth, ending)),
-        2 => few.clone().prop_map(Step::Blocks),
-        2 => few.clone().prop_map(Step::Timer),
-        6 => few.clone().prop_map(Step::Park),
-        2 => (queue.clone(), few.clone()).prop_map(|(queue, count)| Step::Acks { queue, count }),
-        3 => (queue.clone(), few).prop_map(|(queue, acks)| Step::Lose { queue, acks }),
-        5 => queue.clone().prop_map(Step::Notice),
-        1 => queue.clone().prop_map(Step::Drain),
-        3 => queue.prop_map(Step::Close),
-        1 => Just(Step::Pause),
-        2 => Just(Step::Resume),
-    ];
-    vec(step, 0..150)
+    // One number per step: a strategy made of strategies takes ten times as long as the story.
+    vec(any::<u32>(), 0..150).prop_map(|numbers| numbers.into_iter().map(step).collect())
+}
+
+fn step(number: u32) -> Step {
+    let [which, a, b, c] = number.to_le_bytes().map(usize::from);
+    let (nth, queue) = (a % 4, b % 2);
+    match which % 60 {
+        0..6 => Step::Publish {
+            key: a % 6,
+            kind: match b % 8 {
+                0..5 => Kind::Unique,
+                5..7 => Kind::WithoutId,
+                _ => Kind::Twin,
+            },
+        },
+        6..14 => Step::Deliver {
+            queue,
+            count: 1 + a % 3,
+        },
+        14..23 => Step::Grant(nth),
+        23..32 => Step::Finish(
+            nth,
+            match c % 18 {
+                0..6 => Ending::Handled,
+                6..11 => Ending::Failed(FailureKind::Transient),
+                11..12 => Ending::Failed(FailureKind::RetryAfter(PAUSE)),
+                12..13 => Ending::Failed(FailureKind::Panicked),
+                13..16 => Ending::Failed(FailureKind::Permanent),
+                _ => Ending::Aborted,
+            },
+        ),
+        32..34 => Step::Blocks(nth),
+        34..36 => Step::Timer(nth),
+        36..42 => Step::Park(nth),
+        42..44 => Step::Acks { queue, count: nth },
+        44..47 => Step::Lose { queue, acks: nth },
+        47..52 => Step::Notice(queue),
+        52..54 => Step::Drain(queue),
+        54..57 => Step::Close(queue),
+        57..58 => Step::Pause,
+        _ => Step::Resume,
+    }
 }
 
 /// Plays `cases` stories, and shrinks the first that breaks `promise` (any, if `None`).
