@@ -589,6 +589,16 @@ fn another_first_message_ends_the_back_off() {
 }
 
 #[test]
+fn the_same_message_published_again_does_not_join_a_back_off() {
+    let [s, next] = sessions();
+    let mut lane = Lane::new(3);
+    let run = lane.run(&of_k(s, 1));
+    lane.fail(run);
+    lane.end(s);
+    lane.run(&of_k(next, 1));
+}
+
+#[test]
 fn a_stuck_orphan_keeps_its_key() {
     let [s, next] = sessions();
     let a = of_k(s, 1);
@@ -745,6 +755,32 @@ fn a_head_known_to_be_settled_leaves_no_memory_even_if_its_session_ended() {
     let effects = lane.parked(parking, true);
     assert_eq!(effects[0], gap(&a, Outcome::Parked));
     lane.start(asked(&effects), &of_k(next, 2), 1);
+    assert_eq!(lane.0.depth(), 1);
+}
+
+#[test]
+fn a_session_that_ends_twice_ends_once() {
+    let [s, _] = sessions();
+    let (a, b) = (of_k(s, 1), message(s, Some("other"), 2));
+    let mut lane = Lane::new(3);
+    let (run, poison) = (lane.run(&a), lane.run(&b));
+    lane.poison(poison);
+    assert_eq!(lane.end(s), [Effect::Cancel(run)]);
+    assert_eq!(lane.end(s), []);
+    assert_eq!(lane.0.depth(), 0);
+}
+
+#[test]
+fn a_drain_waits_for_parkings_of_earlier_sessions() {
+    let [s, next] = sessions();
+    let a = of_k(s, 1);
+    let mut lane = Lane::new(3);
+    let run = lane.run(&a);
+    let parking = lane.poison(run);
+    lane.end(s);
+    assert_eq!(lane.tell(Event::Drain(next)), []);
+    let told = [gap(&a, Outcome::Parked), Effect::Quiet(next)];
+    assert_eq!(lane.parked(parking, false), told);
 }
 
 // ---- keyless messages and the end of a session

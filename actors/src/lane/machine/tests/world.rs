@@ -60,7 +60,7 @@ pub(super) enum Step {
     /// An aborted run has still not ended.
     Blocks(usize),
     Timer(usize),
-    /// A parking gets one step on: confirmed, then answered.
+    /// A parking gets one step on: confirmed, settled, answered.
     Park(usize),
     /// The broker processes acknowledgements.
     Acks {
@@ -175,7 +175,16 @@ struct Parking {
     session: SessionId,
     /// The first time, so that a gap is to be reported.
     first: bool,
-    confirmed: bool,
+    stage: Stage,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Stage {
+    Asked,
+    /// It is durable; the acknowledgement is on its way.
+    Confirmed,
+    /// The broker is known to have processed the acknowledgement; the machine does not know it yet.
+    Settled,
 }
 
 /// What the event just told must bring about, and nothing else.
@@ -515,18 +524,23 @@ impl World {
         let broker = self.open[queue]
             .as_mut()
             .filter(|open| open.id == session && open.alive);
-        if !parking.confirmed {
-            parking.confirmed = true;
-            self.messages[number].parked += usize::from(parking.first);
-            if let Some(open) = broker {
-                open.acks.push(number);
+        match (parking.stage, broker) {
+            (Stage::Asked, broker) => {
+                parking.stage = Stage::Confirmed;
+                self.messages[number].parked += usize::from(parking.first);
+                if let Some(open) = broker {
+                    open.acks.push(number);
+                }
+                return Ok(());
             }
-            return Ok(());
+            (Stage::Confirmed, Some(_)) => {
+                parking.stage = Stage::Settled;
+                self.acks(queue, usize::MAX); // the barrier
+                return Ok(());
+            }
+            (Stage::Confirmed, None) | (Stage::Settled, _) => {}
         }
-        let settled = broker.is_some();
-        if settled {
-            self.acks(queue, usize::MAX); // the barrier
-        }
+        let settled = parking.stage == Stage::Settled;
         let parking = self.parkings.remove(at);
         if parking.first {
             self.expected.gap.push(number);
@@ -624,7 +638,7 @@ impl World {
                 (0..self.setup.credit).try_for_each(|_| self.deliver(queue))?;
             }
             (0..self.timers.len()).try_for_each(|_| self.timer(0))?;
-            (0..self.parkings.len()).try_for_each(|_| self.park(0).and_then(|()| self.park(0)))?;
+            (0..3 * self.parkings.len()).try_for_each(|_| self.park(0))?;
             (0..self.asks.len()).try_for_each(|_| self.grant(0))?;
             (0..self.runs.len()).try_for_each(|_| self.finish(0, Ending::Handled))?;
         }
@@ -768,8 +782,14 @@ impl World {
                 attempts,
             } => {
                 must!(self.setup.plan == PoisonPlan::Park, PARK, "discarding");
+                let message = &self.messages[delivery.number];
+                let taken_for_its_twin = message.doubled && message.overshadowed;
                 let counted = attempts == *self.count(delivery.number, delivery.session);
-                must!(counted, COUNT, "parked with {attempts}");
+                must!(
+                    counted || taken_for_its_twin,
+                    COUNT,
+                    "parked with {attempts}"
+                );
                 let poison = self.take_poison(&delivery);
                 must!(poison == Some(reason), PARK, "{poison:?}, not {reason}");
                 self.begin_parking(ticket, &delivery, true)?;
@@ -876,16 +896,24 @@ impl World {
         self.messages.iter().any(finished)
     }
 
-    /// Why the message is poison, once.
+    /// Why the message, or its twin, is poison; told once.
     fn take_poison(&mut self, delivery: &Msg) -> Option<PoisonReason> {
-        let message = &mut self.messages[delivery.number];
-        let spent = message.key.is_none()
-            && message.kind != Kind::WithoutId
+        let (number, key) = (delivery.number, self.messages[delivery.number].key);
+        let twins = (0..self.messages.len()).filter(|&twin| {
+            let twin = &self.messages[twin];
+            twin.key == key && twin.identity.same_message(&delivery.identity)
+        });
+        let poisoned = [number]
+            .into_iter()
+            .chain(twins)
+            .find(|&twin| self.messages[twin].poison.is_some());
+        if let Some(poisoned) = poisoned {
+            return self.messages[poisoned].poison.take();
+        }
+        let spent = key.is_none()
+            && delivery.identity.id().is_some()
             && delivery.earlier >= self.setup.max_attempts;
-        message
-            .poison
-            .take()
-            .or(spent.then_some(PoisonReason::Failed))
+        spent.then_some(PoisonReason::Failed)
     }
 
     fn begin_parking(&mut self, ticket: Ticket, delivery: &Msg, first: bool) -> Checked {
@@ -907,7 +935,7 @@ impl World {
             message: number,
             session,
             first,
-            confirmed: false,
+            stage: Stage::Asked,
         });
         Ok(())
     }
