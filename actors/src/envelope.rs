@@ -265,7 +265,14 @@ pub struct Delivery {
     native: Option<Arc<dyn Any + Send + Sync>>,
     /// The payload decoded for its key, kept for the first attempt.
     pub(crate) decoded: Mutex<Option<Box<dyn Any + Send>>>,
+    is_direct: bool,
     direct: Mutex<Option<DirectSettle>>,
+    /// A direct sender's slot in its lane; free again when the delivery has ended.
+    pub(crate) slot: Option<tokio::sync::OwnedSemaphorePermit>,
+    /// Its key could not be asked for: each attempt fails with this, without calling the handler.
+    pub(crate) intake_failure: Option<(crate::handler::FailureKind, String)>,
+    /// For a keyless message: attempts made by copies of it in ended sessions.
+    pub(crate) earlier_attempts: u32,
 }
 
 impl Delivery {
@@ -280,7 +287,11 @@ impl Delivery {
             key: None,
             native: None,
             decoded: Mutex::new(None),
+            is_direct: false,
             direct: Mutex::new(None),
+            slot: None,
+            intake_failure: None,
+            earlier_attempts: 0,
         }
     }
 
@@ -295,6 +306,7 @@ impl Delivery {
     ) -> Self {
         Self {
             key: Some(key),
+            is_direct: true,
             direct: Mutex::new(Some(Box::new(settle))),
             ..Self::new(envelope, session, DeliveryTag(0))
         }
@@ -350,6 +362,11 @@ impl Delivery {
     /// The adapter's own form of the message, if it is of type `T`.
     pub fn native<T: Any + Send + Sync>(&self) -> Option<&T> {
         self.native.as_ref()?.downcast_ref()
+    }
+
+    /// Whether it was sent to its lane directly, rather than by a source.
+    pub fn is_direct(&self) -> bool {
+        self.is_direct
     }
 
     /// The settle handle of a direct delivery; there is one, once.

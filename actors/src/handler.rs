@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 
 use crate::envelope::{Delivery, Envelope, Headers, MessageId};
-use crate::key::{Keyed, OrderingKey};
+use crate::key::OrderingKey;
 use crate::message::{CodecError, Encoding, Message};
 use crate::port::PublishError;
 
@@ -148,6 +148,10 @@ pub trait ContextPublisher: Send + Sync + 'static {
 
     /// How messages of a type are encoded.
     fn encoding(&self, message_type: &'static str) -> Encoding;
+
+    /// The ordering key that messages of the type have by configuration, or none. `message` is a
+    /// reference to the typed payload.
+    fn key_of(&self, message_type: &'static str, message: &dyn Any) -> Option<OrderingKey>;
 }
 
 /// What a handler knows about the attempt it is.
@@ -251,6 +255,7 @@ impl Context {
         let mut envelope = Envelope::of(message, publisher.encoding(T::TYPE))
             .map_err(|error| PublishError::Encode(error.to_string()))?;
         envelope.caused_by(self.envelope());
+        let key = key.or_else(|| publisher.key_of(T::TYPE, message));
         publisher.publish(T::TYPE, envelope, key).await
     }
 }
@@ -265,8 +270,6 @@ impl fmt::Debug for Context {
     }
 }
 
-type TypedKey<T> = Arc<dyn Fn(&T) -> OrderingKey + Send + Sync>;
-
 /// A handler with its message type erased.
 trait AnyHandler: Send + Sync {
     fn handle(
@@ -274,13 +277,21 @@ trait AnyHandler: Send + Sync {
         delivery: Arc<Delivery>,
         cx: Context,
     ) -> BoxFuture<'static, Result<(), Failure>>;
+}
+
+/// A typed key with its message type erased.
+trait AnySelector: Send + Sync {
     /// Decodes, asks the selector, and keeps the payload in the delivery for the first attempt.
-    fn key(&self, delivery: &mut Delivery) -> Result<Option<OrderingKey>, Failure>;
+    fn key(&self, delivery: &mut Delivery) -> Result<OrderingKey, Failure>;
 }
 
 struct Typed<T, H> {
     handler: Arc<H>,
-    selector: Option<TypedKey<T>>,
+    payload: PhantomData<fn(T)>,
+}
+
+struct Selector<T, S> {
+    selector: S,
     payload: PhantomData<fn(T)>,
 }
 
@@ -301,20 +312,22 @@ impl<T: Message, H: Handler<T>> AnyHandler for Typed<T, H> {
             handler.handle(message, cx).await
         })
     }
+}
 
-    fn key(&self, delivery: &mut Delivery) -> Result<Option<OrderingKey>, Failure> {
-        let Some(selector) = &self.selector else {
-            return Ok(None);
-        };
+impl<T, S> AnySelector for Selector<T, S>
+where
+    T: Message,
+    S: Fn(&T) -> OrderingKey + Send + Sync,
+{
+    fn key(&self, delivery: &mut Delivery) -> Result<OrderingKey, Failure> {
         let message = decode::<T>(delivery.envelope())?;
-        let key = catch_unwind(AssertUnwindSafe(|| selector(&message))).map_err(|panic| {
-            Failure::new(
-                FailureKind::Panicked,
-                format!("key selector: {}", panic_text(&*panic)),
-            )
-        })?;
+        let key =
+            catch_unwind(AssertUnwindSafe(|| (self.selector)(&message))).map_err(|panic| {
+                let text = format!("the key selector panicked: {}", panic_text(&*panic));
+                Failure::new(FailureKind::Panicked, text)
+            })?;
         delivery.decoded = std::sync::Mutex::new(Some(Box::new(message)));
-        Ok(Some(key))
+        Ok(key)
     }
 }
 
@@ -336,13 +349,13 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("panic without a text")
 }
 
-/// The handlers of one endpoint, by message type.
+/// The handlers of one endpoint, by message type, and the typed keys.
 #[derive(Default)]
 pub struct HandlerSet {
     by_type: HashMap<&'static str, Arc<dyn AnyHandler>>,
-    untyped: Option<Arc<dyn AnyHandler>>,
+    selectors: HashMap<&'static str, Arc<dyn AnySelector>>,
+    untyped: Option<&'static str>,
     twice: Vec<&'static str>,
-    has_selectors: bool,
 }
 
 impl HandlerSet {
@@ -351,50 +364,41 @@ impl HandlerSet {
         Self::default()
     }
 
-    /// Adds the handler for messages whose type header says `T::TYPE`.
+    /// Adds the handler for messages whose type is `T::TYPE`.
     pub fn add<T: Message>(&mut self, handler: impl Handler<T>) {
-        self.insert::<T, _>(handler, None);
+        let handler = Arc::new(Typed {
+            handler: Arc::new(handler),
+            payload: PhantomData,
+        });
+        if self.by_type.insert(T::TYPE, handler).is_some() {
+            self.twice.push(T::TYPE);
+        }
     }
 
-    /// Like [`add`](Self::add), and the message's key is what `selector` says.
-    pub fn add_ordered_by<T: Message>(
+    /// The ordering key of messages of type `T` is what `selector` says. A panic in it is a failure of
+    /// the message.
+    pub fn order_by<T: Message>(
         &mut self,
         selector: impl Fn(&T) -> OrderingKey + Send + Sync + 'static,
-        handler: impl Handler<T>,
     ) {
-        self.has_selectors = true;
-        self.insert::<T, _>(handler, Some(Arc::new(selector)));
+        let selector = Arc::new(Selector {
+            selector,
+            payload: PhantomData,
+        });
+        if self.selectors.insert(T::TYPE, selector).is_some() {
+            self.twice.push(T::TYPE);
+        }
     }
 
-    /// Like [`add`](Self::add), and the message's key is [`Keyed::key`].
-    pub fn add_keyed<T: Message + Keyed>(&mut self, handler: impl Handler<T>) {
-        self.add_ordered_by(T::key, handler);
-    }
-
-    /// Declares that messages *without* a type header are of type `T`, which has a handler already:
-    /// for publishers of other languages that send a bare body.
+    /// Declares that messages *without* a type are of type `T`: for publishers of other languages that
+    /// send a bare body.
     pub fn untyped_as<T: Message>(&mut self) {
-        self.untyped = self.by_type.get(T::TYPE).cloned();
-    }
-
-    /// Whether messages without a type header find a handler.
-    pub fn takes_untyped(&self) -> bool {
-        self.untyped.is_some()
-    }
-
-    /// Types that were given more than one handler: an error of configuration.
-    pub fn duplicates(&self) -> &[&'static str] {
-        &self.twice
+        self.untyped = Some(T::TYPE);
     }
 
     /// Whether any message type has a typed key.
     pub fn has_selectors(&self) -> bool {
-        self.has_selectors
-    }
-
-    /// Whether there is no handler at all.
-    pub fn is_empty(&self) -> bool {
-        self.by_type.is_empty()
+        !self.selectors.is_empty()
     }
 
     /// The handled types.
@@ -402,40 +406,50 @@ impl HandlerSet {
         self.by_type.keys().copied()
     }
 
-    fn insert<T: Message, H: Handler<T>>(&mut self, handler: H, selector: Option<TypedKey<T>>) {
-        let typed: Arc<dyn AnyHandler> = Arc::new(Typed {
-            handler: Arc::new(handler),
-            selector,
-            payload: PhantomData,
-        });
-        if self.by_type.insert(T::TYPE, typed).is_some() {
-            self.twice.push(T::TYPE);
+    /// Everything that is wrong: (setting, what).
+    pub(crate) fn problems(&self) -> Vec<(&'static str, String)> {
+        let mut problems = Vec::new();
+        if self.by_type.is_empty() {
+            problems.push(("handler", "the endpoint has no handler".to_owned()));
         }
+        for name in &self.twice {
+            let what =
+                format!("messages of type `{name}` have two handlers or two keys; remove one");
+            problems.push(("handler", what));
+        }
+        for name in self.selectors.keys() {
+            if !self.by_type.contains_key(name) {
+                let what = format!("messages of type `{name}` have a key but no handler");
+                problems.push(("ordered_by", what));
+            }
+        }
+        if let Some(name) = self.untyped
+            && !self.by_type.contains_key(name)
+        {
+            let what = format!(
+                "messages without a type are declared to be `{name}`, which has no handler"
+            );
+            problems.push(("untyped", what));
+        }
+        problems
     }
 
-    fn find(&self, envelope: &Envelope) -> Result<&Arc<dyn AnyHandler>, Failure> {
-        let found = match envelope.message_type.as_deref() {
-            Some(name) => self.by_type.get(name),
-            None => self.untyped.as_ref(),
-        };
-        found.ok_or_else(|| {
-            let text = match &envelope.message_type {
-                Some(name) => format!("no handler for messages of type `{name}`"),
-                None => "the message names no type, and none is declared for untyped messages"
-                    .to_owned(),
-            };
-            Failure::new(FailureKind::NoHandler, text)
-        })
+    fn type_of<'a>(&self, envelope: &'a Envelope) -> Option<&'a str> {
+        envelope.message_type.as_deref().or(self.untyped)
     }
 
-    /// The key the payload itself has. A failure here is the message's: it will be met again, and
-    /// counted, when the message is handled.
-    pub(crate) fn typed_key(&self, delivery: &mut Delivery) -> Option<OrderingKey> {
-        if !self.has_selectors {
-            return None;
+    /// The key the payload itself has; none if its type has no typed key.
+    pub(crate) fn typed_key(
+        &self,
+        delivery: &mut Delivery,
+    ) -> Result<Option<OrderingKey>, Failure> {
+        let selector = self
+            .type_of(delivery.envelope())
+            .and_then(|name| self.selectors.get(name));
+        match selector {
+            Some(selector) => Arc::clone(selector).key(delivery).map(Some),
+            None => Ok(None),
         }
-        let handler = Arc::clone(self.find(delivery.envelope()).ok()?);
-        handler.key(delivery).ok().flatten()
     }
 
     /// Runs the right handler. The future is not guarded against panics.
@@ -444,7 +458,21 @@ impl HandlerSet {
         delivery: Arc<Delivery>,
         cx: Context,
     ) -> Result<BoxFuture<'static, Result<(), Failure>>, Failure> {
-        Ok(self.find(delivery.envelope())?.handle(delivery, cx))
+        if let Some((kind, text)) = &delivery.intake_failure {
+            return Err(Failure::new(*kind, text.as_str()));
+        }
+        let name = self.type_of(delivery.envelope());
+        match name.and_then(|name| self.by_type.get(name)) {
+            Some(handler) => Ok(handler.handle(delivery, cx)),
+            None => {
+                let text = match name {
+                    Some(name) => format!("no handler for messages of type `{name}`"),
+                    None => "the message names no type, and none is declared for untyped messages"
+                        .to_owned(),
+                };
+                Err(Failure::new(FailureKind::NoHandler, text))
+            }
+        }
     }
 }
 

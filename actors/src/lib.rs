@@ -1,19 +1,30 @@
 //! x
 #![allow(missing_docs)]
+pub mod config;
+mod endpoint;
 mod envelope;
 mod handler;
 mod key;
+pub mod lane;
 mod message;
 mod observe;
 mod outcome;
+mod permits;
+mod poison;
 mod policy;
 pub mod port;
+pub mod restart;
 mod session;
+mod settlement;
+mod supervisor;
+pub use config::*;
 pub use envelope::*;
 pub use handler::*;
 pub use key::*;
+pub use lane::{LaneAddr, SendError};
 pub use message::*;
 pub use observe::*;
 pub use outcome::*;
 pub use policy::*;
 pub use session::*;
+pub use supervisor::*;

@@ -141,12 +141,9 @@ impl Events {
         self.0.subscribe()
     }
 
-    pub(crate) fn emit(&self, endpoint: &Arc<str>, kind: EventKind) {
+    pub(crate) fn emit(&self, event: Event) {
         // An error means that nobody listens, which is fine.
-        let _ = self.0.send(Event {
-            endpoint: Arc::clone(endpoint),
-            kind,
-        });
+        let _ = self.0.send(event);
     }
 }
 

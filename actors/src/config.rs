@@ -1,0 +1,386 @@
+//! The settings of an endpoint: raw in, valid out; and the ConfigActor that runs the checks at boot.
+//!
+//! [`EndpointSettings`] is what a user writes; [`EndpointSettings::check`] lists *every* problem at
+//! once, each naming its setting and the way out, or gives an [`EndpointConfig`], which cannot be
+//! wrong. The check is pure. [`ConfigActor`] runs it at boot together with the checks of the world
+//! ([`Source::verify`]), before anything starts.
+
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::{Actor, Context, Handler, Message, ResponseFuture};
+
+use crate::key::LaneCount;
+use crate::lane::machine::PoisonPlan;
+use crate::policy::{Backoff, Policy};
+use crate::port::{Source, SourceError};
+use crate::restart::Intensity;
+
+/// Where the ordering key of a delivery comes from. The first that gives one wins: the header, the
+/// typed selector, the correlation id. A message without any is keyless: it has no order.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct KeySource {
+    /// Name of the header.
+    pub header: Option<String>,
+    /// Whether typed selectors of the handlers are asked.
+    pub typed: bool,
+    /// Whether the correlation id stands in. (Each such message is counted.)
+    pub correlation_id: bool,
+}
+
+/// The settings of an endpoint, as written.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct EndpointSettings {
+    /// Name of the endpoint, for logs, events and errors.
+    pub name: String,
+    /// At most this many handlers at once, 1 to 65,535. Defaults to 16.
+    pub concurrency: u32,
+    /// Number of lanes of an ordered endpoint, 1 to 65,535. Defaults to `concurrency`. An endpoint
+    /// without ordering has no use for it, and refuses it.
+    pub lanes: Option<u32>,
+    /// Credits: at most this many unsettled deliveries (the broker's prefetch), `concurrency` to
+    /// 65,535. Defaults to twice `concurrency`, at least 32.
+    pub max_in_flight: Option<u32>,
+    /// Slots of each lane for messages sent directly to it, 1 to 65,535. Defaults to 64.
+    pub lane_depth: u32,
+    /// Where the key comes from; `None` for an endpoint without ordering (the default).
+    pub ordering: Option<KeySource>,
+    /// Total number of runs of a message, 1 to 1,000. Defaults to 5.
+    pub max_delivery_attempts: u32,
+    /// Pauses between attempts.
+    pub backoff: Backoff,
+    /// How long a handler may run; `None` for no bound. Defaults to 60 s.
+    pub handler_timeout: Option<Duration>,
+    /// Poison messages are acknowledged and reported instead of parked.
+    pub discard_poison: bool,
+    /// How long an attempt may go on after its session was lost. Defaults to zero: another instance
+    /// may already be running the same message.
+    pub abort_grace: Duration,
+    /// How often Laneway's own actors may panic before the endpoint is given up.
+    pub intensity: Intensity,
+}
+
+impl EndpointSettings {
+    /// Settings with every default.
+    pub fn named(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            concurrency: 16,
+            lanes: None,
+            max_in_flight: None,
+            lane_depth: 64,
+            ordering: None,
+            max_delivery_attempts: 5,
+            backoff: Backoff::default(),
+            handler_timeout: Some(Duration::from_secs(60)),
+            discard_poison: false,
+            abort_grace: Duration::ZERO,
+            intensity: Intensity::default(),
+        }
+    }
+
+    /// Checks everything. `has_parking`: whether there is a parking place.
+    ///
+    /// # Errors
+    /// All problems, each naming its setting.
+    pub fn check(&self, has_parking: bool) -> Result<EndpointConfig, Vec<Problem>> {
+        let mut problems = Vec::new();
+        let mut problem = |setting: &str, what: String| {
+            problems.push(Problem::new(&self.name, setting, what));
+        };
+        if self.name.is_empty() {
+            problem("name", "must not be empty".to_owned());
+        }
+        let mut number = |setting: &str, value: u32, least: u32, most: u32| {
+            if !(least..=most).contains(&value) {
+                problem(
+                    setting,
+                    format!("{value} is not between {least} and {most}"),
+                );
+            }
+            NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN)
+        };
+        let concurrency = number("concurrency", self.concurrency, 1, 65_535);
+        let lanes = match self.lanes {
+            Some(lanes) => number("lanes", lanes, 1, 65_535),
+            None => concurrency,
+        };
+        let credits = self
+            .max_in_flight
+            .unwrap_or_else(|| self.concurrency.saturating_mul(2).clamp(32, 65_535));
+        let credits = number(
+            "max_in_flight",
+            credits,
+            self.concurrency.clamp(1, 65_535),
+            65_535,
+        );
+        let lane_depth = number("lane_depth", self.lane_depth, 1, 65_535);
+        let max_attempts = number(
+            "max_delivery_attempts",
+            self.max_delivery_attempts,
+            1,
+            1_000,
+        );
+        if self.lanes.is_some() && self.ordering.is_none() {
+            problem(
+                "lanes",
+                "has no effect without ordering; remove it or order by a key".to_owned(),
+            );
+        }
+        if let Some(KeySource {
+            header,
+            typed,
+            correlation_id,
+        }) = &self.ordering
+        {
+            if header.as_ref().is_some_and(String::is_empty) {
+                problem(
+                    "ordered_by_header",
+                    "the header's name must not be empty".to_owned(),
+                );
+            }
+            if header.is_none() && !typed && !correlation_id {
+                problem(
+                    "ordering",
+                    "names no source of the key: use a header, a typed selector or the correlation id"
+                        .to_owned(),
+                );
+            }
+        }
+        if self.handler_timeout.is_some_and(|bound| bound.is_zero()) {
+            problem(
+                "handler_timeout",
+                "zero would stop every handler before it starts; use `None` for no bound"
+                    .to_owned(),
+            );
+        }
+        let Backoff { factor, jitter, .. } = self.backoff;
+        if !(1.0..=1_000.0).contains(&factor) {
+            problem(
+                "backoff",
+                format!("factor {factor} is not between 1 and 1000"),
+            );
+        }
+        if !(0.0..=1.0).contains(&jitter) {
+            problem("backoff", format!("jitter {jitter} is not between 0 and 1"));
+        }
+        if self.backoff.first > self.backoff.ceiling {
+            problem(
+                "backoff",
+                "the first pause is longer than the ceiling".to_owned(),
+            );
+        }
+        match (has_parking, self.discard_poison) {
+            (false, false) => problem(
+                "parking",
+                "messages that fail for good need a place: give the queue a `parking(exchange, queue)`, or say `discard_poison()`".to_owned(),
+            ),
+            (true, true) => problem(
+                "discard_poison",
+                "contradicts the queue's parking place; remove one of them".to_owned(),
+            ),
+            _ => {}
+        }
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        Ok(EndpointConfig {
+            name: self.name.as_str().into(),
+            concurrency,
+            lanes: LaneCount::new(lanes),
+            credits: u16::try_from(credits.get()).unwrap_or(u16::MAX),
+            lane_depth: lane_depth.get() as usize,
+            ordering: self.ordering.clone(),
+            policy: Policy {
+                max_attempts,
+                backoff: self.backoff,
+            },
+            handler_timeout: self.handler_timeout,
+            plan: if self.discard_poison {
+                PoisonPlan::Discard
+            } else {
+                PoisonPlan::Park
+            },
+            abort_grace: self.abort_grace,
+            intensity: self.intensity,
+        })
+    }
+}
+
+/// Checked settings: every value is in its bounds.
+#[derive(Debug, Clone)]
+pub struct EndpointConfig {
+    pub(crate) name: Arc<str>,
+    pub(crate) concurrency: NonZeroU32,
+    pub(crate) lanes: LaneCount,
+    pub(crate) credits: u16,
+    pub(crate) lane_depth: usize,
+    pub(crate) ordering: Option<KeySource>,
+    pub(crate) policy: Policy,
+    pub(crate) handler_timeout: Option<Duration>,
+    pub(crate) plan: PoisonPlan,
+    pub(crate) abort_grace: Duration,
+    pub(crate) intensity: Intensity,
+}
+
+/// Something that must be changed before the endpoint can start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// Name of the endpoint; empty for what concerns the whole program.
+    pub endpoint: String,
+    /// The setting, or the thing in the world.
+    pub setting: String,
+    /// What is wrong, and what to do instead.
+    pub what: String,
+}
+
+impl Problem {
+    /// A problem of an endpoint's setting.
+    pub fn new(
+        endpoint: impl Into<String>,
+        setting: impl Into<String>,
+        what: impl Into<String>,
+    ) -> Self {
+        Self {
+            endpoint: endpoint.into(),
+            setting: setting.into(),
+            what: what.into(),
+        }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.endpoint.is_empty() {
+            write!(f, "endpoint `{}`: ", self.endpoint)?;
+        }
+        write!(f, "{}: {}", self.setting, self.what)
+    }
+}
+
+/// Runs the checks of the world at boot, before anything starts.
+#[derive(Debug, Default)]
+pub struct ConfigActor;
+
+impl Actor for ConfigActor {
+    type Context = Context<Self>;
+}
+
+/// Asks [`ConfigActor`] to verify the world: the program can survive panics, and every source and
+/// parking place is there and as declared.
+#[derive(Message)]
+#[rtype(result = "Result<(), Vec<Problem>>")]
+pub struct VerifyWorld {
+    /// The endpoints' names and sources.
+    pub sources: Vec<(String, Arc<dyn Source>)>,
+}
+
+impl Handler<VerifyWorld> for ConfigActor {
+    type Result = ResponseFuture<Result<(), Vec<Problem>>>;
+
+    fn handle(&mut self, world: VerifyWorld, _: &mut Self::Context) -> Self::Result {
+        Box::pin(async move {
+            let mut problems = Vec::new();
+            if cfg!(not(panic = "unwind")) {
+                problems.push(Problem::new(
+                    "",
+                    "panic",
+                    "the program is built with `panic = \"abort\"`: a handler's panic would end it; remove that from the profile",
+                ));
+            }
+            // One after the other: queues are declared in the order in which they are named.
+            for (endpoint, source) in &world.sources {
+                for error in source.verify().await.err().into_iter().flatten() {
+                    let setting = match &error {
+                        SourceError::Unavailable { .. } => "connection",
+                        SourceError::Refused { .. } => "topology",
+                    };
+                    let problem = Problem::new(endpoint, setting, error.to_string());
+                    if !problems.contains(&problem) {
+                        problems.push(problem);
+                    }
+                }
+            }
+            if problems.is_empty() {
+                Ok(())
+            } else {
+                Err(problems)
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings() -> EndpointSettings {
+        EndpointSettings::named("orders")
+    }
+
+    fn check(change: impl FnOnce(&mut EndpointSettings), has_parking: bool) -> Vec<String> {
+        let mut settings = settings();
+        change(&mut settings);
+        let problems = settings.check(has_parking).err().unwrap_or_default();
+        problems
+            .into_iter()
+            .map(|problem| problem.setting)
+            .collect()
+    }
+
+    #[test]
+    fn the_defaults_are_valid() {
+        assert_eq!(check(|_| {}, true), Vec::<String>::new());
+    }
+
+    #[test]
+    fn every_bad_setting_is_refused_by_its_name() {
+        type Change = fn(&mut EndpointSettings);
+        let cases: [(&str, Change); 14] = [
+            ("name", |s| s.name.clear()),
+            ("concurrency", |s| s.concurrency = 0),
+            ("concurrency", |s| {
+                s.concurrency = 65_536;
+                s.max_in_flight = Some(65_535);
+            }),
+            ("lanes", |s| {
+                s.ordering = Some(KeySource {
+                    correlation_id: true,
+                    ..KeySource::default()
+                });
+                s.lanes = Some(0);
+            }),
+            ("lanes", |s| s.lanes = Some(4)),
+            ("max_in_flight", |s| s.max_in_flight = Some(15)),
+            ("max_in_flight", |s| s.max_in_flight = Some(100_000)),
+            ("lane_depth", |s| s.lane_depth = 0),
+            ("max_delivery_attempts", |s| s.max_delivery_attempts = 0),
+            ("handler_timeout", |s| {
+                s.handler_timeout = Some(Duration::ZERO);
+            }),
+            ("backoff", |s| s.backoff.factor = 0.5),
+            ("backoff", |s| s.backoff.jitter = f64::NAN),
+            ("ordering", |s| s.ordering = Some(KeySource::default())),
+            ("discard_poison", |s| s.discard_poison = true),
+        ];
+        for (setting, change) in cases {
+            assert_eq!(check(change, true), [setting]);
+        }
+        assert_eq!(check(|_| {}, false), ["parking"]);
+    }
+
+    #[test]
+    fn all_problems_are_listed_at_once() {
+        let problems = check(
+            |s| {
+                s.concurrency = 0;
+                s.lane_depth = 0;
+            },
+            false,
+        );
+        assert_eq!(problems, ["concurrency", "lane_depth", "parking"]);
+    }
+}

@@ -1,0 +1,112 @@
+//! One attempt: the handler's future in a task of its own.
+//!
+//! Promises that the lane hears of the end of every attempt exactly once, *after* the handler's future
+//! has returned or was dropped and its permit has been given back: also when the handler panics,
+//! exceeds its time-out, is aborted, or when the whole runtime shuts down.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures::FutureExt;
+use tokio::task::AbortHandle;
+
+use super::{LaneLink, RunId, ToLane};
+use crate::endpoint::{self, Endpoint};
+use crate::envelope::Delivery;
+use crate::handler::{Context, Failure, FailureKind, panic_text};
+use crate::permits::Permit;
+
+/// How an attempt ended.
+pub(crate) enum RunEnd {
+    Handled,
+    Failed(Failure),
+    /// The handler was not called: the session had ended, or its proof of life was too old.
+    NotStarted,
+    /// The future was dropped before it had returned.
+    Dropped,
+}
+
+/// Tells the lane when dropped, so that no way out of the task can forget it.
+struct Report {
+    lane: Arc<LaneLink>,
+    run: RunId,
+    end: RunEnd,
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let mut end = std::mem::replace(&mut self.end, RunEnd::Dropped);
+        if matches!(end, RunEnd::Dropped) && std::thread::panicking() {
+            // The handler's own panic is caught where it is called; this one came from dropping its
+            // future. It counts: an attempt that ends like this would end like this again.
+            let text = "dropping the handler's future panicked";
+            end = RunEnd::Failed(Failure::new(FailureKind::Panicked, text));
+        }
+        self.lane.tell(ToLane::RunEnded(self.run, end));
+    }
+}
+
+/// Spawns the attempt on the runtime of the handlers.
+pub(super) fn spawn(
+    endpoint: &Arc<Endpoint>,
+    lane: &Arc<LaneLink>,
+    run: RunId,
+    delivery: Arc<Delivery>,
+    attempt: u32,
+    permit: Permit,
+) -> AbortHandle {
+    // Made before the task, so that it reports even if the task is never polled.
+    let report = Report {
+        lane: Arc::clone(lane),
+        run,
+        end: RunEnd::Dropped,
+    };
+    let task = run_attempt(Arc::clone(endpoint), delivery, attempt, permit, report);
+    endpoint.runtime.spawn(task).abort_handle()
+}
+
+async fn run_attempt(
+    endpoint: Arc<Endpoint>,
+    delivery: Arc<Delivery>,
+    attempt: u32,
+    permit: Permit,
+    report: Report,
+) {
+    // Dropped in the reverse order: first the handler's future, then the permit, last the report.
+    let mut report = report;
+    let permit = permit;
+    // Again, here: the task may have waited for a thread, or the process may have been stopped.
+    if !delivery.session().may_start() {
+        report.end = RunEnd::NotStarted;
+        return;
+    }
+    let timeout = endpoint.config.handler_timeout;
+    let cx = Context {
+        delivery: Arc::clone(&delivery),
+        endpoint: Arc::clone(&endpoint.config.name),
+        attempt,
+        deadline: timeout.and_then(|bound| Instant::now().checked_add(bound)),
+        cancel: endpoint.cancel.clone(),
+        publisher: endpoint.publisher.clone(),
+    };
+    let called = AssertUnwindSafe(async {
+        let running = endpoint.handlers.handle(delivery, cx)?;
+        endpoint::scope(&endpoint, running).await
+    })
+    .catch_unwind();
+    let result = match timeout {
+        Some(bound) => tokio::time::timeout(bound, called).await,
+        None => Ok(called.await),
+    };
+    report.end = match result {
+        Ok(Ok(Ok(()))) => RunEnd::Handled,
+        Ok(Ok(Err(failure))) => RunEnd::Failed(failure),
+        Ok(Err(panic)) => {
+            let text = panic_text(&*panic).to_owned();
+            RunEnd::Failed(Failure::new(FailureKind::Panicked, text))
+        }
+        Err(elapsed) => RunEnd::Failed(Failure::new(FailureKind::TimedOut, elapsed)),
+    };
+    drop(permit);
+}

@@ -1,0 +1,992 @@
+//! Ordering as a pure state machine: events in, effects out.
+//!
+//! Owns the state of every key of one lane, and with it these invariants:
+//! 1. at most one attempt of a key at a time, and no attempt before the previous one's future has
+//!    returned or was dropped, whatever happened to its session in between;
+//! 2. within a session the messages of a key start in the order in which they were offered;
+//! 3. a key that waits delays no other key.
+//!
+//! Does no I/O, knows no clock, no actor and no runtime: whoever holds it performs the effects and
+//! reports what came of them. So every interleaving can be written down as a list of events.
+//!
+//! ```text
+//!            offered            granted          finished: handled
+//!   (idle) ──────────► Ready ────────────► Running ─────────────────► next message, or idle
+//!                        ▲                  │    │
+//!                        │  back-off over   │    │ finished: poison
+//!                        └── BackingOff ◄───┘    └──► Parking ── settled ──► next message
+//! ```
+//!
+//! **When a session ends**, everything of it that has not started is forgotten: the broker gives it
+//! again, in order. Three things outlive it, because they belong to the key:
+//! - a *running* attempt. Its handler may still be writing somewhere; the key waits until its future is
+//!   gone. The broker meanwhile gives a copy of the same message, which waits behind it, and ends
+//!   with it if it succeeded.
+//! - a *parking* head. The copy must neither run nor be parked twice: it waits for the answer, and then
+//!   only has to be settled, in its own session.
+//! - the *attempts* made. A head that was backing off goes on where it was; the copy finds its count.
+//!
+//! If the first message of that key in the next session is another one, the old head has been settled
+//! after all (its acknowledgement reached the broker before the end), and what was remembered
+//! of it is dropped.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+use slab::Slab;
+
+use crate::envelope::Identity;
+use crate::handler::FailureKind;
+use crate::key::{KeyMap, OrderingKey};
+use crate::outcome::{Outcome, PoisonReason};
+use crate::policy::{Policy, Verdict};
+use crate::session::SessionId;
+
+/// What the machine must know of a delivery.
+pub trait Item: Clone {
+    /// Its ordering key; a keyless one has no order and is independent of all others.
+    fn key(&self) -> Option<&OrderingKey>;
+    /// The session it belongs to.
+    fn session(&self) -> SessionId;
+    /// What recognises a copy of it.
+    fn identity(&self) -> &Identity;
+    /// Whether the source has handed it over before.
+    fn is_redelivered(&self) -> bool;
+    /// For a keyless one: attempts that earlier copies of it have made ([`Effect::Forgotten`]). (A key
+    /// keeps that count here, in the machine; a keyless copy may come to another lane.)
+    fn earlier_attempts(&self) -> u32;
+}
+
+/// Names one step of one track: a request for a permit, a run, a timer, a parking. An answer that
+/// comes with an outdated ticket is recognised as such.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket {
+    slot: usize,
+    stamp: u64,
+}
+
+/// What happened.
+#[derive(Debug, Clone)]
+pub enum Event<D> {
+    /// A delivery was handed to this lane.
+    Offered(D),
+    /// A permit was granted to the track that asked with this ticket.
+    Granted(Ticket),
+    /// The run's future has returned or was dropped; nothing of it runs any more.
+    Finished {
+        /// The ticket of its start.
+        ticket: Ticket,
+        /// How it ended.
+        result: RunResult,
+    },
+    /// The run was aborted a while ago and has still not ended: its handler blocks.
+    StillRunning(Ticket),
+    /// The pause is over.
+    BackoffElapsed(Ticket),
+    /// The head is in the parking place (or was discarded). `settled`: the source has also processed its
+    /// acknowledgement; otherwise the session ended before that was known.
+    Parked {
+        /// The ticket of the parking.
+        ticket: Ticket,
+        /// Whether the source is known to have processed the acknowledgement.
+        settled: bool,
+    },
+    /// A session ended: nothing of it may start or be settled from now on.
+    SessionEnded(SessionId),
+    /// A session is to be closed: nothing of it may start; what runs may finish.
+    Drain(SessionId),
+    /// Nothing may start until [`Event::Resumed`].
+    Paused,
+    /// Things may start again.
+    Resumed,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RunResult {
+    /// The handler succeeded.
+    Handled,
+    /// The handler failed. `chance` is a random number in [0, 1) for the jitter of a pause.
+    Failed {
+        /// In which way.
+        kind: FailureKind,
+        /// Randomness.
+        chance: f64,
+    },
+    /// The future was dropped, or never called: does not count as an attempt.
+    Aborted,
+}
+
+/// What to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Effect<D> {
+    /// Ask the endpoint for a permit.
+    AskPermit(Ticket),
+    /// The permit just granted is not needed: give it to somebody else.
+    ReturnPermit,
+    /// Run the handler, with the permit just granted.
+    Start {
+        /// To be given back with the end of the run.
+        ticket: Ticket,
+        /// The message.
+        delivery: D,
+        /// Which attempt, from 1.
+        attempt: u32,
+    },
+    /// The session of this running attempt has ended: tell it, and abort it after the grace.
+    Cancel(Ticket),
+    /// Report [`Event::BackoffElapsed`] after the pause.
+    ArmTimer {
+        /// To be given back.
+        ticket: Ticket,
+        /// The pause.
+        after: Duration,
+    },
+    /// An attempt failed; only to be shown.
+    AttemptFailed {
+        /// The message.
+        delivery: D,
+        /// Which attempt.
+        attempt: u32,
+        /// In which way.
+        kind: FailureKind,
+        /// The pause before the next one; `None` when there is none.
+        retry_in: Option<Duration>,
+    },
+    /// The message has ended: settle it, in its session.
+    Settle {
+        /// The message.
+        delivery: D,
+        /// How it ended.
+        outcome: Outcome,
+    },
+    /// The message has ended after its session: it cannot be settled, but a copy of it will come.
+    Orphaned {
+        /// The message.
+        delivery: D,
+        /// How it ended.
+        outcome: Outcome,
+    },
+    /// A keyless message was dropped with its session after some attempts: a copy of it, in whatever
+    /// lane, should go on counting from there.
+    Forgotten {
+        /// The message.
+        delivery: D,
+        /// Attempts made.
+        attempts: u32,
+    },
+    /// Park the message; when that is confirmed, settle it and wait until the source has processed that;
+    /// then report [`Event::Parked`]. Not before: a crash in between must find the key unreleased.
+    Park {
+        /// To be given back.
+        ticket: Ticket,
+        /// The message.
+        delivery: D,
+        /// Why.
+        reason: PoisonReason,
+        /// How often a handler ran.
+        attempts: u32,
+    },
+    /// Like [`Effect::Park`], for a message that is in the parking place already, or needs none.
+    SettleWithBarrier {
+        /// To be given back.
+        ticket: Ticket,
+        /// The message.
+        delivery: D,
+        /// How it ended.
+        outcome: Outcome,
+    },
+    /// A message ended without effect.
+    Gap {
+        /// The message.
+        delivery: D,
+        /// Why.
+        reason: PoisonReason,
+        /// Where it went.
+        outcome: Outcome,
+        /// How often a handler ran.
+        attempts: u32,
+    },
+    /// The handler blocks and cannot be aborted.
+    Stuck(D),
+    /// A stuck handler has ended.
+    Unstuck(D),
+    /// Nothing of a draining session runs or parks any more.
+    Quiet(SessionId),
+}
+
+/// Where poison messages go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PoisonPlan {
+    /// To the parking place.
+    Park,
+    /// Nowhere: acknowledged and reported.
+    Discard,
+}
+
+/// Why a track is not moving, for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waiting {
+    BackingOff,
+    Parking,
+    Stuck,
+}
+
+/// The state machine of one lane.
+pub struct Machine<D> {
+    policy: Policy,
+    plan: PoisonPlan,
+    tracks: Slab<Track<D>>,
+    by_key: KeyMap<usize>,
+    next_stamp: u64,
+    paused: bool,
+    draining: BTreeSet<SessionId>,
+    /// Tracks that hold only a memory, oldest first; entries may be outdated.
+    remembered: VecDeque<Ticket>,
+    remember_at_most: usize,
+    /// Deliveries that wait or run.
+    depth: usize,
+}
+
+struct Track<D> {
+    key: Option<OrderingKey>,
+    stamp: u64,
+    state: State<D>,
+    waiting: VecDeque<D>,
+}
+
+enum State<D> {
+    /// No head; what is known of the last one.
+    Remembered(Memory),
+    /// The head waits for a permit.
+    Ready {
+        head: D,
+        attempts: u32,
+    },
+    /// `attempts` includes the running one. `orphan`: its session has ended.
+    Running {
+        head: D,
+        attempts: u32,
+        orphan: bool,
+        stuck: bool,
+    },
+    /// The head waits for its next attempt; `None` when its session has ended meanwhile.
+    BackingOff {
+        head: Option<D>,
+        identity: Identity,
+        attempts: u32,
+    },
+    Parking(Parking<D>),
+}
+
+struct Parking<D> {
+    head: D,
+    attempts: u32,
+    reason: PoisonReason,
+    outcome: Outcome,
+    /// Its session has ended.
+    orphan: bool,
+    /// It is parked, and its session ended before the acknowledgement was known to be processed; the
+    /// end itself has not been reported here yet.
+    lost: bool,
+    /// The gap has been reported.
+    reported: bool,
+}
+
+struct Memory {
+    identity: Identity,
+    attempts: u32,
+    next: Next,
+}
+
+/// What a copy of a remembered head has to do.
+#[derive(Clone, Copy)]
+enum Next {
+    /// Run, counting on.
+    Run,
+    /// Be parked, without another run.
+    Park(PoisonReason),
+    /// Be settled: it was handled.
+    Finish,
+    /// Be settled, with barrier: it is parked already.
+    Settle(PoisonReason, Outcome),
+}
+
+impl<D: Item> Machine<D> {
+    /// A machine without any key. It remembers at most `remember_at_most` keys of ended sessions; a
+    /// key beyond that starts to count its attempts anew.
+    pub fn new(policy: Policy, plan: PoisonPlan, remember_at_most: usize) -> Self {
+        Self {
+            policy,
+            plan,
+            tracks: Slab::new(),
+            by_key: KeyMap::default(),
+            next_stamp: 0,
+            paused: false,
+            draining: BTreeSet::new(),
+            remembered: VecDeque::new(),
+            remember_at_most,
+            depth: 0,
+        }
+    }
+
+    /// An empty machine that recognises answers to questions of this one as outdated.
+    pub fn successor(&self) -> Self {
+        Self {
+            next_stamp: self.next_stamp + 1,
+            ..Self::new(self.policy, self.plan, self.remember_at_most)
+        }
+    }
+
+    /// Takes over an attempt that already runs and cannot be settled: its key waits for its end.
+    pub fn adopt_running(&mut self, head: D) -> Ticket {
+        let stamp = self.stamp();
+        let key = head.key().cloned();
+        let slot = self.tracks.insert(Track {
+            key: key.clone(),
+            stamp,
+            state: State::Running {
+                head,
+                attempts: 1,
+                orphan: true,
+                stuck: false,
+            },
+            waiting: VecDeque::new(),
+        });
+        if let Some(key) = key {
+            self.by_key.insert(key, slot);
+        }
+        Ticket { slot, stamp }
+    }
+
+    /// Deliveries that wait or run.
+    pub fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Keys (and keyless messages) with anything to remember.
+    pub fn tracks(&self) -> usize {
+        self.tracks.len()
+    }
+
+    /// Whether nothing may start at the moment.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// What does not move: the track's ticket, its key, why, and how many messages wait behind its head.
+    pub(crate) fn waiting(
+        &self,
+    ) -> impl Iterator<Item = (Ticket, Option<&OrderingKey>, Waiting, usize)> {
+        self.tracks.iter().filter_map(|(slot, track)| {
+            let why = match &track.state {
+                State::BackingOff { .. } => Waiting::BackingOff,
+                State::Parking(_) => Waiting::Parking,
+                State::Running { stuck: true, .. } => Waiting::Stuck,
+                _ => return None,
+            };
+            let stamp = track.stamp;
+            Some((
+                Ticket { slot, stamp },
+                track.key.as_ref(),
+                why,
+                track.waiting.len(),
+            ))
+        })
+    }
+
+    /// Takes in an event; appends what is to be done.
+    pub fn handle(&mut self, event: Event<D>, effects: &mut Vec<Effect<D>>) {
+        match event {
+            Event::Offered(delivery) => self.offered(delivery, effects),
+            Event::Granted(ticket) => self.granted(ticket, effects),
+            Event::Finished { ticket, result } => self.finished(ticket, result, effects),
+            Event::StillRunning(ticket) => self.still_running(ticket, effects),
+            Event::BackoffElapsed(ticket) => self.backoff_elapsed(ticket, effects),
+            Event::Parked { ticket, settled } => self.parked(ticket, settled, effects),
+            Event::SessionEnded(session) => self.session_ended(session, effects),
+            Event::Drain(session) => self.drain(session, effects),
+            Event::Paused => self.paused = true,
+            Event::Resumed => self.resumed(effects),
+        }
+    }
+
+    // ---- events
+
+    fn offered(&mut self, delivery: D, effects: &mut Vec<Effect<D>>) {
+        if self.draining.contains(&delivery.session()) {
+            return; // not started: closing the session gives it back
+        }
+        self.depth += 1;
+        let known = delivery.key().and_then(|key| self.by_key.get(key).copied());
+        let Some(slot) = known else {
+            let key = delivery.key().cloned();
+            let stamp = self.stamp();
+            let attempts = match key {
+                Some(_) => 0,
+                None => delivery.earlier_attempts(),
+            };
+            let slot = self.tracks.insert(Track {
+                key: key.clone(),
+                stamp,
+                state: State::Ready {
+                    head: delivery,
+                    attempts,
+                },
+                waiting: VecDeque::new(),
+            });
+            if let Some(key) = key {
+                self.by_key.insert(key, slot);
+            }
+            self.ask(slot, effects);
+            return;
+        };
+        self.tracks[slot].waiting.push_back(delivery);
+        // Only a track without a head takes it at once.
+        match &self.tracks[slot].state {
+            State::Remembered(_) => self.next_of_key(slot, effects),
+            State::BackingOff { head: None, .. } => self.rejoin_backoff(slot, effects),
+            _ => {}
+        }
+    }
+
+    fn granted(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
+        let paused = self.paused;
+        let next = self.next_stamp;
+        let Some(track) = self.current(ticket) else {
+            effects.push(Effect::ReturnPermit);
+            return;
+        };
+        match &track.state {
+            State::Ready { head, attempts } if !paused => {
+                let (head, attempts) = (head.clone(), attempts + 1);
+                track.stamp = next;
+                track.state = State::Running {
+                    head: head.clone(),
+                    attempts,
+                    orphan: false,
+                    stuck: false,
+                };
+                self.next_stamp += 1;
+                effects.push(Effect::Start {
+                    ticket: Ticket {
+                        slot: ticket.slot,
+                        stamp: next,
+                    },
+                    delivery: head,
+                    attempt: attempts,
+                });
+            }
+            _ => effects.push(Effect::ReturnPermit),
+        }
+    }
+
+    fn finished(&mut self, ticket: Ticket, result: RunResult, effects: &mut Vec<Effect<D>>) {
+        let slot = ticket.slot;
+        let (head, attempts, orphan, stuck) = match self.current(ticket).map(|track| &track.state) {
+            Some(State::Running {
+                head,
+                attempts,
+                orphan,
+                stuck,
+            }) => (head.clone(), *attempts, *orphan, *stuck),
+            _ => return,
+        };
+        if stuck {
+            effects.push(Effect::Unstuck(head.clone()));
+        }
+        let session = head.session();
+        match result {
+            RunResult::Handled if orphan => {
+                effects.push(Effect::Orphaned {
+                    delivery: head.clone(),
+                    outcome: Outcome::Handled,
+                });
+                self.remember(slot, &head, attempts, Next::Finish, effects);
+            }
+            RunResult::Handled => {
+                self.depth -= 1;
+                effects.push(Effect::Settle {
+                    delivery: head,
+                    outcome: Outcome::Handled,
+                });
+                self.advance(slot, effects);
+            }
+            RunResult::Aborted => self.not_counted(slot, head, attempts - 1, orphan, effects),
+            RunResult::Failed { kind, chance } => {
+                let verdict = self.policy.verdict(attempts, kind, chance);
+                let retry_in = match verdict {
+                    Verdict::RetryAfter(pause) => Some(pause),
+                    Verdict::Poison(_) => None,
+                };
+                effects.push(Effect::AttemptFailed {
+                    delivery: head.clone(),
+                    attempt: attempts,
+                    kind,
+                    retry_in,
+                });
+                match verdict {
+                    Verdict::Poison(reason) if orphan => {
+                        // It cannot be settled, so it is not parked now: the copy is, when it comes.
+                        self.remember(slot, &head, attempts, Next::Park(reason), effects);
+                    }
+                    Verdict::Poison(reason) => self.park(slot, head, reason, attempts, effects),
+                    Verdict::RetryAfter(_) if self.draining.contains(&session) => {
+                        self.depth -= 1;
+                        self.remember(slot, &head, attempts, Next::Run, effects);
+                    }
+                    Verdict::RetryAfter(pause) => {
+                        self.back_off(slot, head, attempts, orphan, pause, effects);
+                    }
+                }
+            }
+        }
+        self.report_quiet(effects);
+    }
+
+    /// A run that does not count: the head goes on where it was before it.
+    fn not_counted(
+        &mut self,
+        slot: usize,
+        head: D,
+        attempts: u32,
+        orphan: bool,
+        effects: &mut Vec<Effect<D>>,
+    ) {
+        let draining = !orphan && self.draining.contains(&head.session());
+        self.depth -= usize::from(draining);
+        if orphan || draining {
+            self.remember(slot, &head, attempts, Next::Run, effects);
+        } else {
+            self.ready(slot, head, attempts, effects);
+        }
+    }
+
+    fn still_running(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
+        if let Some(track) = self.current(ticket)
+            && let State::Running { head, stuck, .. } = &mut track.state
+            && !*stuck
+        {
+            *stuck = true;
+            effects.push(Effect::Stuck(head.clone()));
+            // A drain reports a stuck run, it does not wait for it.
+            self.report_quiet(effects);
+        }
+    }
+
+    fn backoff_elapsed(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
+        let slot = ticket.slot;
+        let Some(track) = self.current(ticket) else {
+            return;
+        };
+        if let State::BackingOff {
+            head,
+            identity,
+            attempts,
+        } = &track.state
+        {
+            let attempts = *attempts;
+            match head.clone() {
+                Some(head) => self.ready(slot, head, attempts, effects),
+                None => {
+                    let identity = identity.clone();
+                    self.store_memory(slot, identity, attempts, Next::Run);
+                }
+            }
+        }
+    }
+
+    fn parked(&mut self, ticket: Ticket, settled: bool, effects: &mut Vec<Effect<D>>) {
+        let slot = ticket.slot;
+        let Some(track) = self.current(ticket) else {
+            return;
+        };
+        let State::Parking(parking) = &mut track.state else {
+            return;
+        };
+        if !parking.reported {
+            parking.reported = true;
+            effects.push(Effect::Gap {
+                delivery: parking.head.clone(),
+                reason: parking.reason,
+                outcome: parking.outcome,
+                attempts: parking.attempts,
+            });
+        }
+        if settled {
+            let orphan = parking.orphan;
+            self.depth -= usize::from(!orphan);
+            self.advance(slot, effects);
+        } else if parking.orphan {
+            self.await_copy(slot, effects);
+        } else {
+            // The end of the session is about to be reported here. Until then what waits behind the head
+            // belongs to the ended session, and must not be taken for the copy.
+            parking.lost = true;
+        }
+        self.report_quiet(effects);
+    }
+
+    fn session_ended(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
+        self.draining.remove(&session);
+        for slot in self.slots() {
+            self.forget_waiting(slot, session);
+            let Some(track) = self.tracks.get_mut(slot) else {
+                continue;
+            };
+            let stamp = track.stamp;
+            match &mut track.state {
+                State::Ready { head, attempts } if head.session() == session => {
+                    let (head, attempts) = (head.clone(), *attempts);
+                    self.depth -= 1;
+                    self.remember(slot, &head, attempts, Next::Run, effects);
+                }
+                State::Running { head, orphan, .. } if head.session() == session && !*orphan => {
+                    *orphan = true;
+                    self.depth -= 1;
+                    effects.push(Effect::Cancel(Ticket { slot, stamp }));
+                }
+                State::BackingOff { head, .. }
+                    if head.as_ref().is_some_and(|head| head.session() == session) =>
+                {
+                    *head = None;
+                    self.depth -= 1;
+                    if !self.tracks[slot].waiting.is_empty() {
+                        self.rejoin_backoff(slot, effects);
+                    }
+                }
+                State::Parking(parking) if parking.head.session() == session && !parking.orphan => {
+                    parking.orphan = true;
+                    self.depth -= 1;
+                    if parking.lost {
+                        self.await_copy(slot, effects);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn drain(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
+        self.draining.insert(session);
+        for slot in self.slots() {
+            self.forget_waiting(slot, session);
+            let Some(track) = self.tracks.get(slot) else {
+                continue;
+            };
+            let unstarted = match &track.state {
+                State::Ready { head, attempts } if head.session() == session => {
+                    Some((head.clone(), *attempts))
+                }
+                State::BackingOff {
+                    head: Some(head),
+                    attempts,
+                    ..
+                } if head.session() == session => Some((head.clone(), *attempts)),
+                _ => None,
+            };
+            if let Some((head, attempts)) = unstarted {
+                self.depth -= 1;
+                self.remember(slot, &head, attempts, Next::Run, effects);
+            }
+        }
+        self.report_quiet(effects);
+    }
+
+    fn resumed(&mut self, effects: &mut Vec<Effect<D>>) {
+        if !self.paused {
+            return;
+        }
+        self.paused = false;
+        for slot in self.slots() {
+            if matches!(self.tracks[slot].state, State::Ready { .. }) {
+                // A new stamp: a request from before the pause may still be answered.
+                self.tracks[slot].stamp = self.stamp();
+                self.ask(slot, effects);
+            }
+        }
+    }
+
+    // ---- transitions
+
+    /// Makes `head` the runnable head of its key.
+    fn ready(&mut self, slot: usize, head: D, attempts: u32, effects: &mut Vec<Effect<D>>) {
+        let stamp = self.stamp();
+        let track = &mut self.tracks[slot];
+        track.stamp = stamp;
+        track.state = State::Ready { head, attempts };
+        self.ask(slot, effects);
+    }
+
+    fn ask(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        if !self.paused {
+            let stamp = self.tracks[slot].stamp;
+            effects.push(Effect::AskPermit(Ticket { slot, stamp }));
+        }
+    }
+
+    /// The head's outcome is final: the next message of the key, or none.
+    fn advance(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        match self.tracks[slot].waiting.pop_front() {
+            Some(next) => self.ready(slot, next, 0, effects),
+            None => self.remove(slot),
+        }
+    }
+
+    fn back_off(
+        &mut self,
+        slot: usize,
+        head: D,
+        attempts: u32,
+        orphan: bool,
+        pause: Duration,
+        effects: &mut Vec<Effect<D>>,
+    ) {
+        if orphan && self.tracks[slot].key.is_none() {
+            self.remember(slot, &head, attempts, Next::Run, effects);
+            return;
+        }
+        let stamp = self.stamp();
+        let track = &mut self.tracks[slot];
+        track.stamp = stamp;
+        track.state = State::BackingOff {
+            identity: head.identity().clone(),
+            head: (!orphan).then_some(head),
+            attempts,
+        };
+        effects.push(Effect::ArmTimer {
+            ticket: Ticket { slot, stamp },
+            after: pause,
+        });
+        if orphan && !self.tracks[slot].waiting.is_empty() {
+            self.rejoin_backoff(slot, effects);
+        }
+    }
+
+    /// A key backs off without a head, and a message of it is here: the copy, or another one.
+    fn rejoin_backoff(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        let track = &mut self.tracks[slot];
+        let State::BackingOff { head, identity, .. } = &mut track.state else {
+            return;
+        };
+        let Some(first) = track.waiting.pop_front() else {
+            return;
+        };
+        if first.is_redelivered() && identity.looks_like(first.identity()) {
+            *head = Some(first);
+        } else {
+            self.ready(slot, first, 0, effects);
+        }
+    }
+
+    fn park(
+        &mut self,
+        slot: usize,
+        head: D,
+        reason: PoisonReason,
+        attempts: u32,
+        effects: &mut Vec<Effect<D>>,
+    ) {
+        let outcome = match self.plan {
+            PoisonPlan::Park => Outcome::Parked,
+            PoisonPlan::Discard => Outcome::Discarded,
+        };
+        let ticket = self.set_parking(slot, head.clone(), reason, outcome, attempts, false);
+        effects.push(match self.plan {
+            PoisonPlan::Park => Effect::Park {
+                ticket,
+                delivery: head,
+                reason,
+                attempts,
+            },
+            // A discarded head needs the barrier as much as a parked one: coming back after its
+            // successor it would be out of order.
+            PoisonPlan::Discard => Effect::SettleWithBarrier {
+                ticket,
+                delivery: head,
+                outcome,
+            },
+        });
+    }
+
+    fn set_parking(
+        &mut self,
+        slot: usize,
+        head: D,
+        reason: PoisonReason,
+        outcome: Outcome,
+        attempts: u32,
+        reported: bool,
+    ) -> Ticket {
+        let stamp = self.stamp();
+        let track = &mut self.tracks[slot];
+        track.stamp = stamp;
+        track.state = State::Parking(Parking {
+            head,
+            attempts,
+            reason,
+            outcome,
+            orphan: false,
+            lost: false,
+            reported,
+        });
+        Ticket { slot, stamp }
+    }
+
+    /// The head is parked, its session is gone: its copy will have to be settled.
+    fn await_copy(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        if let State::Parking(parking) = &self.tracks[slot].state {
+            let (head, attempts) = (parking.head.clone(), parking.attempts);
+            let outcome = parking.outcome;
+            let next = Next::Settle(parking.reason, outcome);
+            if self.tracks[slot].key.is_none() {
+                effects.push(Effect::Orphaned {
+                    delivery: head.clone(),
+                    outcome,
+                });
+            }
+            self.remember(slot, &head, attempts, next, effects);
+        }
+    }
+
+    // ---- memory of heads whose session has ended
+
+    /// The head can no longer be settled: keep what a copy of it needs. A copy that is here already
+    /// takes it at once.
+    fn remember(
+        &mut self,
+        slot: usize,
+        head: &D,
+        attempts: u32,
+        next: Next,
+        effects: &mut Vec<Effect<D>>,
+    ) {
+        let worth_it = attempts > 0 || !matches!(next, Next::Run);
+        if self.tracks[slot].key.is_none() {
+            // Its copy comes as an independent message, perhaps to another lane.
+            if attempts > 0 && matches!(next, Next::Run | Next::Park(_)) {
+                effects.push(Effect::Forgotten {
+                    delivery: head.clone(),
+                    attempts,
+                });
+            }
+            self.remove(slot);
+        } else if worth_it {
+            self.store_memory(slot, head.identity().clone(), attempts, next);
+            self.next_of_key(slot, effects);
+        } else {
+            self.advance(slot, effects);
+        }
+    }
+
+    fn store_memory(&mut self, slot: usize, identity: Identity, attempts: u32, next: Next) {
+        let stamp = self.stamp();
+        let track = &mut self.tracks[slot];
+        track.stamp = stamp;
+        track.state = State::Remembered(Memory {
+            identity,
+            attempts,
+            next,
+        });
+        self.remembered.push_back(Ticket { slot, stamp });
+        while self.remembered.len() > self.remember_at_most.max(1) {
+            let Some(oldest) = self.remembered.pop_front() else {
+                break;
+            };
+            let outdated = self
+                .current(oldest)
+                .is_none_or(|track| !matches!(track.state, State::Remembered(_)));
+            if !outdated && oldest.slot != slot {
+                self.remove(oldest.slot);
+            }
+        }
+    }
+
+    /// A track that only remembers takes the first message that waits, if one does.
+    fn next_of_key(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        let track = &mut self.tracks[slot];
+        let State::Remembered(memory) = &track.state else {
+            return;
+        };
+        let Some(first) = track.waiting.pop_front() else {
+            return;
+        };
+        let copy = first.is_redelivered();
+        // To skip the run takes certainty; to carry a count over, likeness is enough.
+        let same = copy && memory.identity.same_message(first.identity());
+        let alike = copy && memory.identity.looks_like(first.identity());
+        let attempts = memory.attempts;
+        match memory.next {
+            Next::Finish if same => {
+                self.depth -= 1;
+                effects.push(Effect::Settle {
+                    delivery: first,
+                    outcome: Outcome::Handled,
+                });
+                self.advance(slot, effects);
+            }
+            Next::Park(reason) if same => self.park(slot, first, reason, attempts, effects),
+            Next::Settle(reason, outcome) if same => {
+                let ticket = self.set_parking(slot, first.clone(), reason, outcome, attempts, true);
+                effects.push(Effect::SettleWithBarrier {
+                    ticket,
+                    delivery: first,
+                    outcome,
+                });
+            }
+            Next::Run | Next::Park(_) if alike => self.ready(slot, first, attempts, effects),
+            _ => self.ready(slot, first, 0, effects),
+        }
+    }
+
+    // ---- small things
+
+    fn stamp(&mut self) -> u64 {
+        self.next_stamp += 1;
+        self.next_stamp - 1
+    }
+
+    fn current(&mut self, ticket: Ticket) -> Option<&mut Track<D>> {
+        self.tracks
+            .get_mut(ticket.slot)
+            .filter(|track| track.stamp == ticket.stamp)
+    }
+
+    fn slots(&self) -> Vec<usize> {
+        self.tracks.iter().map(|(slot, _)| slot).collect()
+    }
+
+    fn forget_waiting(&mut self, slot: usize, session: SessionId) {
+        let waiting = &mut self.tracks[slot].waiting;
+        let before = waiting.len();
+        waiting.retain(|delivery| delivery.session() != session);
+        self.depth -= before - waiting.len();
+    }
+
+    fn remove(&mut self, slot: usize) {
+        let track = self.tracks.remove(slot);
+        if let Some(key) = track.key {
+            self.by_key.remove(&key);
+        }
+    }
+
+    /// Tells of each draining session of which nothing is left. May be told more than once.
+    fn report_quiet(&self, effects: &mut Vec<Effect<D>>) {
+        for &session in &self.draining {
+            // An orphan counts too: whoever takes over must not start while it runs.
+            let busy = self.tracks.iter().any(|(_, track)| match &track.state {
+                State::Running {
+                    head,
+                    orphan,
+                    stuck,
+                    ..
+                } => !stuck && (*orphan || head.session() == session),
+                State::Parking(parking) => parking.orphan || parking.head.session() == session,
+                _ => false,
+            });
+            if !busy {
+                effects.push(Effect::Quiet(session));
+            }
+        }
+    }
+}

@@ -1,0 +1,625 @@
+//! The Lane actor: performs what the [`machine`] decides.
+//!
+//! Owns the lane's timers and its table of running attempts. Promises that a handler may fail, panic,
+//! hang or block without the lane dying or going deaf (invariant 9): handlers run as tasks on a
+//! multi-threaded runtime, never on the lane's own thread, and report their end in a message.
+//! Does not settle: it tells the supervisor how messages ended, in batches.
+//!
+//! The mailbox is no bound (an actix mailbox cannot be one). What comes from the source is bounded by
+//! the endpoint's credits, what comes from direct senders by the slots of [`LaneAddr`].
+
+mod address;
+mod attempt;
+pub mod machine;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use actix::{
+    Actor, ActorContext, Addr, AsyncContext, Context, Handler, Message, SpawnHandle, Supervised,
+};
+use tokio::task::AbortHandle;
+
+pub use address::{LaneAddr, SendError};
+pub(crate) use address::{LaneGate, LaneLink};
+pub(crate) use attempt::RunEnd;
+
+use crate::endpoint::Endpoint;
+use crate::envelope::{Delivery, Identity};
+use crate::key::{Fingerprint, OrderingKey};
+use crate::observe::{EventKind, WaitReason, WaitingKey};
+use crate::outcome::Outcome;
+use crate::permits::Permit;
+use crate::poison::{ParkingJob, PoisonHandler};
+use crate::port::DeadLetter;
+use crate::session::SessionId;
+use crate::supervisor::{EndpointSupervisor, FromLane, Settled};
+use machine::{Effect, Event, Item, Machine, RunResult, Ticket, Waiting};
+
+/// How often a lane with running attempts looks for those that overstay.
+const SWEEP: Duration = Duration::from_millis(250);
+/// How long an aborted attempt may take to be dropped before its key is reported stuck.
+const ABORT_PATIENCE: Duration = Duration::from_secs(1);
+
+impl Item for Arc<Delivery> {
+    fn key(&self) -> Option<&OrderingKey> {
+        Delivery::key(self)
+    }
+    fn session(&self) -> SessionId {
+        self.session_id()
+    }
+    fn identity(&self) -> &Identity {
+        Delivery::identity(self)
+    }
+    fn is_redelivered(&self) -> bool {
+        Delivery::is_redelivered(self)
+    }
+    fn earlier_attempts(&self) -> u32 {
+        self.earlier_attempts
+    }
+}
+
+/// What a lane is told.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) enum ToLane {
+    /// Deliveries of the source, in order.
+    Offer(Vec<Arc<Delivery>>),
+    /// A delivery of a direct sender.
+    Direct(Arc<Delivery>),
+    /// The permit that was asked for.
+    Granted(Ticket, Permit),
+    /// A run has ended: its future has returned or was dropped.
+    RunEnded(RunId, RunEnd),
+    /// The head is parked, and perhaps settled.
+    Parked { ticket: Ticket, settled: bool },
+    /// A session ended.
+    SessionEnded(SessionId),
+    /// Nothing may start any more, of the source's session or of a direct sender's.
+    Drain(SessionId),
+    /// A new proof of life: things may start again.
+    Resume,
+    /// The drain's deadline has passed: abort what runs.
+    AbortRuns,
+    /// The endpoint has stopped.
+    Stop,
+    /// Panics, to test the restart of the lane.
+    #[cfg(feature = "testing")]
+    Panic,
+}
+
+/// Asks a lane for its part of a snapshot.
+#[derive(Message)]
+#[rtype(result = "LaneSnapshot")]
+pub(crate) struct AskLane;
+
+/// A lane's part of a snapshot.
+#[derive(Debug, Default, actix::MessageResponse)]
+pub(crate) struct LaneSnapshot {
+    pub(crate) depth: usize,
+    pub(crate) waiting: Vec<WaitingKey>,
+}
+
+/// Names one attempt for as long as it runs. (Its ticket changes when the lane restarts.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct RunId(u64);
+
+/// One attempt that runs.
+struct Run {
+    ticket: Ticket,
+    abort: AbortHandle,
+    delivery: Arc<Delivery>,
+    /// When the handler's own time-out fires, in its task.
+    deadline: Option<Instant>,
+    abort_at: Option<Instant>,
+    aborted: Option<Instant>,
+    reported_stuck: bool,
+}
+
+/// The actor of one lane.
+pub(crate) struct Lane {
+    endpoint: Arc<Endpoint>,
+    link: Arc<LaneLink>,
+    supervisor: Addr<EndpointSupervisor>,
+    poison: Addr<PoisonHandler>,
+    machine: Machine<Arc<Delivery>>,
+    effects: Vec<Effect<Arc<Delivery>>>,
+    /// Performed while `effects` is being walked.
+    scratch: Vec<Effect<Arc<Delivery>>>,
+    runs: HashMap<RunId, Run>,
+    next_run: u64,
+    /// Ends of back-offs.
+    timers: BTreeMap<(Instant, Ticket), ()>,
+    alarm: Option<(Instant, SpawnHandle)>,
+    /// Since when a track does not move, for snapshots.
+    since: HashMap<Ticket, Instant>,
+    /// What the last failed attempt said, until its message is parked.
+    detail: String,
+    settled: Vec<Settled>,
+    /// Sessions of direct senders, to drain them too.
+    direct_sessions: BTreeSet<SessionId>,
+    /// Sessions that drain and are not quiet yet.
+    draining: BTreeSet<SessionId>,
+}
+
+impl Lane {
+    pub(crate) fn new(
+        endpoint: Arc<Endpoint>,
+        link: Arc<LaneLink>,
+        supervisor: Addr<EndpointSupervisor>,
+        poison: Addr<PoisonHandler>,
+    ) -> Self {
+        Self {
+            machine: Self::new_machine(&endpoint),
+            endpoint,
+            link,
+            supervisor,
+            poison,
+            effects: Vec::new(),
+            scratch: Vec::new(),
+            runs: HashMap::new(),
+            next_run: 0,
+            timers: BTreeMap::new(),
+            alarm: None,
+            since: HashMap::new(),
+            detail: String::new(),
+            settled: Vec::new(),
+            direct_sessions: BTreeSet::new(),
+            draining: BTreeSet::new(),
+        }
+    }
+
+    fn new_machine(endpoint: &Endpoint) -> Machine<Arc<Delivery>> {
+        let config = &endpoint.config;
+        // Enough for every unsettled delivery of two sessions to be a head of this one lane.
+        Machine::new(config.policy, config.plan, 2 * usize::from(config.credits))
+    }
+
+    /// Feeds one event and performs everything that follows from it.
+    fn feed(&mut self, event: Event<Arc<Delivery>>, permit: Option<Permit>) {
+        self.machine.handle(event, &mut self.effects);
+        self.perform_all(permit);
+    }
+
+    /// Performs what the machine asks for. Performing can feed further events; what follows from them
+    /// comes last.
+    fn perform_all(&mut self, mut permit: Option<Permit>) {
+        let mut at = 0;
+        while at < self.effects.len() {
+            let effect = std::mem::replace(&mut self.effects[at], Effect::ReturnPermit);
+            at += 1;
+            self.perform(effect, &mut permit);
+        }
+        self.effects.clear();
+    }
+
+    fn perform(&mut self, effect: Effect<Arc<Delivery>>, permit: &mut Option<Permit>) {
+        match effect {
+            Effect::AskPermit(ticket) => {
+                if let Some(granted) = self.endpoint.permits.take_or_wait(&self.link, ticket) {
+                    // The grant is answered before the next request is made, so that there is one permit
+                    // in hand at most.
+                    let mut answer = std::mem::take(&mut self.scratch);
+                    self.machine.handle(Event::Granted(ticket), &mut answer);
+                    let mut granted = Some(granted);
+                    for effect in answer.drain(..) {
+                        self.perform(effect, &mut granted);
+                    }
+                    self.scratch = answer;
+                }
+            }
+            Effect::ReturnPermit => drop(permit.take()),
+            Effect::Start {
+                ticket,
+                delivery,
+                attempt,
+            } => {
+                if let Some(permit) = permit.take() {
+                    self.start(ticket, delivery, attempt, permit);
+                }
+            }
+            Effect::Cancel(ticket) => {
+                if let Some(run) = self.runs.values_mut().find(|run| run.ticket == ticket) {
+                    run.abort_at = Some(Instant::now() + self.endpoint.config.abort_grace);
+                    if self.endpoint.config.abort_grace.is_zero() {
+                        run.abort();
+                    }
+                }
+            }
+            Effect::ArmTimer { ticket, after } => {
+                let now = Instant::now();
+                self.since.insert(ticket, now);
+                // A pause too long for the clock never ends, which is what was asked for.
+                if let Some(at) = now.checked_add(after) {
+                    self.timers.insert((at, ticket), ());
+                }
+            }
+            Effect::AttemptFailed {
+                delivery,
+                attempt,
+                kind,
+                retry_in,
+            } => {
+                let key = self.fingerprint(&delivery);
+                let message = delivery.envelope().id.clone();
+                tracing::warn!(
+                    endpoint = %self.endpoint.config.name,
+                    queue = %self.endpoint.queue,
+                    key = key.map(tracing::field::display),
+                    message = message.as_ref().map(tracing::field::display),
+                    attempt,
+                    failure = ?kind,
+                    ?retry_in,
+                    "attempt failed"
+                );
+                self.endpoint.emit(EventKind::AttemptFailed {
+                    key,
+                    message,
+                    attempt,
+                    failure: kind,
+                    retry_in,
+                });
+            }
+            Effect::Settle { delivery, outcome } => self.settle(delivery, outcome, false),
+            Effect::Orphaned { delivery, outcome } => self.settle(delivery, outcome, true),
+            Effect::Forgotten { delivery, attempts } => {
+                let identity = delivery.identity().clone();
+                self.supervisor
+                    .do_send(FromLane::Forgotten(identity, attempts));
+            }
+            Effect::Park {
+                ticket,
+                delivery,
+                reason,
+                attempts,
+            } => {
+                self.since.insert(ticket, Instant::now());
+                let letter = DeadLetter {
+                    endpoint: Arc::clone(&self.endpoint.config.name),
+                    queue: Arc::clone(&self.endpoint.queue),
+                    reason,
+                    detail: self.endpoint.redact(&self.detail, delivery.key()),
+                    attempts,
+                    given_up_at: std::time::SystemTime::now(),
+                    delivery,
+                };
+                self.poison.do_send(ParkingJob {
+                    lane: Arc::clone(&self.link),
+                    ticket,
+                    delivery: Arc::clone(&letter.delivery),
+                    outcome: Outcome::Parked,
+                    letter: Some(Arc::new(letter)),
+                });
+            }
+            Effect::SettleWithBarrier {
+                ticket,
+                delivery,
+                outcome,
+            } => {
+                self.since.insert(ticket, Instant::now());
+                self.poison.do_send(ParkingJob {
+                    lane: Arc::clone(&self.link),
+                    ticket,
+                    delivery,
+                    outcome,
+                    letter: None,
+                });
+            }
+            Effect::Gap {
+                delivery,
+                reason,
+                outcome,
+                attempts,
+            } => self
+                .endpoint
+                .report_gap(&delivery, reason, outcome, attempts),
+            Effect::Stuck(delivery) => {
+                let key = self.fingerprint(&delivery);
+                let message = delivery.envelope().id.clone();
+                tracing::error!(
+                    endpoint = %self.endpoint.config.name,
+                    queue = %self.endpoint.queue,
+                    key = key.map(tracing::field::display),
+                    message = message.as_ref().map(tracing::field::display),
+                    "handler blocks its thread and cannot be aborted: its key waits for it"
+                );
+                self.endpoint.emit(EventKind::Stuck { key, message });
+            }
+            Effect::Unstuck(delivery) => {
+                let key = self.fingerprint(&delivery);
+                self.endpoint.emit(EventKind::Unstuck { key });
+            }
+            Effect::Quiet(session) => {
+                // Reported after each end; nothing starts any more, so the first report is the last word.
+                if self.draining.remove(&session) && self.draining.is_empty() {
+                    self.supervisor.do_send(FromLane::Quiet(self.link.index()));
+                }
+            }
+        }
+    }
+
+    fn start(&mut self, ticket: Ticket, delivery: Arc<Delivery>, attempt: u32, permit: Permit) {
+        if !Delivery::session(&delivery).may_start() {
+            drop(permit);
+            self.not_started(ticket, &delivery);
+            return;
+        }
+        let deadline = self
+            .endpoint
+            .config
+            .handler_timeout
+            .and_then(|bound| Instant::now().checked_add(bound));
+        let id = RunId(self.next_run);
+        self.next_run += 1;
+        let abort = attempt::spawn(
+            &self.endpoint,
+            &self.link,
+            id,
+            Arc::clone(&delivery),
+            attempt,
+            permit,
+        );
+        let run = Run {
+            ticket,
+            abort,
+            delivery,
+            deadline,
+            abort_at: None,
+            aborted: None,
+            reported_stuck: false,
+        };
+        self.runs.insert(id, run);
+    }
+
+    /// The session does not allow a start: it has ended (its end is about to be reported here, and is
+    /// taken for known), or its proof of life is too old (then nothing starts until there is a new
+    /// one; the supervisor watches for it).
+    fn not_started(&mut self, ticket: Ticket, delivery: &Delivery) {
+        let session = delivery.session();
+        let first = if session.has_ended() {
+            Event::SessionEnded(session.id())
+        } else {
+            self.supervisor.do_send(FromLane::Paused);
+            Event::Paused
+        };
+        self.machine.handle(first, &mut self.effects);
+        let result = RunResult::Aborted;
+        self.machine
+            .handle(Event::Finished { ticket, result }, &mut self.effects);
+    }
+
+    fn run_ended(&mut self, id: RunId, end: RunEnd) {
+        let Some(run) = self.runs.remove(&id) else {
+            return;
+        };
+        let ticket = run.ticket;
+        let result = match end {
+            RunEnd::Handled => RunResult::Handled,
+            RunEnd::Failed(failure) => {
+                self.detail = failure.detail();
+                RunResult::Failed {
+                    kind: failure.kind(),
+                    chance: fastrand::f64(),
+                }
+            }
+            RunEnd::NotStarted => {
+                self.not_started(ticket, &run.delivery);
+                self.perform_all(None);
+                return;
+            }
+            RunEnd::Dropped => {
+                if run.aborted.is_none() {
+                    // Nobody here aborted it: the runtime that runs the handlers is shutting down, and would
+                    // drop every further attempt as well.
+                    self.machine.handle(Event::Paused, &mut self.effects);
+                    self.supervisor.do_send(FromLane::HandlersGone);
+                }
+                RunResult::Aborted
+            }
+        };
+        if !matches!(result, RunResult::Aborted) {
+            self.endpoint.counters.attempts.add(1);
+        }
+        self.feed(Event::Finished { ticket, result }, None);
+    }
+
+    fn settle(&mut self, delivery: Arc<Delivery>, outcome: Outcome, orphan: bool) {
+        match outcome {
+            Outcome::Handled if !orphan => self.endpoint.counters.handled.add(1),
+            _ => {}
+        }
+        if delivery.is_direct() {
+            if let Some(settle) = delivery.take_direct()
+                && !orphan
+            {
+                settle(outcome);
+            }
+        } else {
+            self.settled.push(Settled {
+                delivery,
+                outcome,
+                orphan,
+            });
+        }
+    }
+
+    fn fingerprint(&self, delivery: &Delivery) -> Option<Fingerprint> {
+        self.endpoint.fingerprint(delivery.key())
+    }
+
+    /// After each message: tell the supervisor what ended, and set the alarm.
+    fn finish_pass(&mut self, ctx: &mut Context<Self>) {
+        if !self.settled.is_empty() {
+            let settled = std::mem::take(&mut self.settled);
+            self.supervisor.do_send(FromLane::Settled(settled));
+        }
+        self.link.publish_load(self.machine.tracks());
+        let sweep = (!self.runs.is_empty()).then(|| Instant::now() + SWEEP);
+        let timer = self.timers.keys().next().map(|&(at, _)| at);
+        let Some(at) = [sweep, timer].into_iter().flatten().min() else {
+            return;
+        };
+        match self.alarm {
+            Some((set, _)) if set <= at => return,
+            Some((_, handle)) => {
+                ctx.cancel_future(handle);
+            }
+            None => {}
+        }
+        let after = at.saturating_duration_since(Instant::now());
+        let handle = ctx.run_later(after, Self::ring);
+        self.alarm = Some((at, handle));
+    }
+
+    fn ring(&mut self, ctx: &mut Context<Self>) {
+        self.alarm = None;
+        let now = Instant::now();
+        while let Some(first) = self.timers.first_entry()
+            && first.key().0 <= now
+        {
+            let ((_, ticket), ()) = first.remove_entry();
+            self.since.remove(&ticket);
+            self.feed(Event::BackoffElapsed(ticket), None);
+        }
+        let mut overstaying = Vec::new();
+        for run in self.runs.values_mut() {
+            if run.aborted.is_none() && run.abort_at.is_some_and(|at| at <= now) {
+                run.abort();
+            }
+            let over = |since: Option<Instant>| since.is_some_and(|at| now >= at + ABORT_PATIENCE);
+            if !run.reported_stuck && (over(run.aborted) || over(run.deadline)) {
+                run.reported_stuck = true;
+                overstaying.push(run.ticket);
+            }
+        }
+        for ticket in overstaying {
+            self.since.insert(ticket, now);
+            self.feed(Event::StillRunning(ticket), None);
+        }
+        self.finish_pass(ctx);
+    }
+
+    fn snapshot(&mut self) -> LaneSnapshot {
+        let now = Instant::now();
+        let lane = self.link.index().get();
+        let waiting: Vec<_> = self
+            .machine
+            .waiting()
+            .map(|(ticket, key, why, behind)| {
+                let since = self.since.get(&ticket).copied().unwrap_or(now);
+                let why = match why {
+                    Waiting::BackingOff => WaitReason::BackingOff,
+                    Waiting::Parking => WaitReason::Parking,
+                    Waiting::Stuck => WaitReason::Stuck,
+                };
+                (
+                    ticket,
+                    WaitingKey {
+                        key: self.endpoint.fingerprint(key),
+                        lane,
+                        why,
+                        since: now.saturating_duration_since(since),
+                        behind,
+                    },
+                )
+            })
+            .collect();
+        // What no longer waits needs no time any more.
+        let known: std::collections::HashSet<_> =
+            waiting.iter().map(|(ticket, _)| *ticket).collect();
+        self.since.retain(|ticket, _| known.contains(ticket));
+        LaneSnapshot {
+            depth: self.machine.depth(),
+            waiting: waiting.into_iter().map(|(_, waiting)| waiting).collect(),
+        }
+    }
+}
+
+impl Run {
+    fn abort(&mut self) {
+        self.abort.abort();
+        self.aborted = Some(Instant::now());
+    }
+}
+
+impl Actor for Lane {
+    type Context = Context<Self>;
+}
+
+impl Supervised for Lane {
+    /// After a panic of the lane's own code its machine may be half changed, and the message that
+    /// panicked is lost. The supervisor therefore ends the session, so that everything unsettled
+    /// comes again, in order; the machine starts empty, but for the keys whose attempts still run:
+    /// those must not be overtaken.
+    fn restarting(&mut self, _: &mut Context<Self>) {
+        self.machine = self.machine.successor();
+        for run in self.runs.values_mut() {
+            run.abort();
+            run.ticket = self.machine.adopt_running(Arc::clone(&run.delivery));
+        }
+        self.effects.clear();
+        self.scratch.clear();
+        self.timers.clear();
+        self.since.clear();
+        self.settled.clear();
+        self.alarm = None;
+        self.supervisor.do_send(FromLane::Restarted);
+    }
+}
+
+impl Handler<ToLane> for Lane {
+    type Result = ();
+
+    fn handle(&mut self, message: ToLane, ctx: &mut Context<Self>) {
+        match message {
+            ToLane::Offer(deliveries) => {
+                for delivery in deliveries {
+                    self.feed(Event::Offered(delivery), None);
+                }
+            }
+            ToLane::Direct(delivery) => {
+                // A session that has ended takes its deliveries with it; the settle handle is dropped.
+                if !Delivery::session(&delivery).has_ended() {
+                    self.direct_sessions.insert(delivery.session_id());
+                    self.feed(Event::Offered(delivery), None);
+                }
+            }
+            ToLane::Granted(ticket, permit) => self.feed(Event::Granted(ticket), Some(permit)),
+            ToLane::RunEnded(ticket, end) => self.run_ended(ticket, end),
+            ToLane::Parked { ticket, settled } => {
+                self.since.remove(&ticket);
+                self.feed(Event::Parked { ticket, settled }, None);
+            }
+            ToLane::SessionEnded(session) => self.feed(Event::SessionEnded(session), None),
+            ToLane::Drain(session) => {
+                self.draining.clone_from(&self.direct_sessions);
+                self.draining.insert(session);
+                for session in self.draining.clone() {
+                    self.feed(Event::Drain(session), None);
+                }
+            }
+            ToLane::Resume => self.feed(Event::Resumed, None),
+            ToLane::AbortRuns => {
+                for run in self.runs.values_mut() {
+                    run.abort();
+                }
+            }
+            ToLane::Stop => {
+                ctx.stop();
+                return;
+            }
+            #[cfg(feature = "testing")]
+            ToLane::Panic => panic!("a panic of the lane itself, asked for by a test"),
+        }
+        self.finish_pass(ctx);
+    }
+}
+
+impl Handler<AskLane> for Lane {
+    type Result = LaneSnapshot;
+
+    fn handle(&mut self, _: AskLane, _: &mut Context<Self>) -> LaneSnapshot {
+        self.snapshot()
+    }
+}

@@ -1,0 +1,309 @@
+//! Which deliveries of a session are unsettled, how to acknowledge, and what was finished when a
+//! session ended. Pure.
+//!
+//! Owns the order of acknowledgements. RabbitMQ closes a channel that acknowledges an unknown tag, so
+//! each tag is named at most once, and `multiple` names one that is still outstanding.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::envelope::{DeliveryTag, Identity};
+use crate::outcome::Outcome;
+use crate::port::Ack;
+
+/// The unsettled deliveries of one session, in order of arrival.
+#[derive(Debug, Default)]
+pub(crate) struct AckBook {
+    entries: VecDeque<Entry>,
+    /// Ended and not yet acknowledged, in order of completion.
+    ended: Vec<DeliveryTag>,
+    unsettled: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    tag: DeliveryTag,
+    lane: usize,
+    state: EntryState,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum EntryState {
+    Outstanding,
+    Ended,
+    Acknowledged,
+}
+
+impl AckBook {
+    /// Deliveries that have not ended.
+    pub(crate) fn unsettled(&self) -> usize {
+        self.unsettled
+    }
+
+    /// A delivery arrived and went to a lane. Tags rise within a session.
+    pub(crate) fn arrived(&mut self, tag: DeliveryTag, lane: usize) {
+        debug_assert!(self.entries.back().is_none_or(|last| last.tag < tag));
+        self.entries.push_back(Entry {
+            tag,
+            lane,
+            state: EntryState::Outstanding,
+        });
+        self.unsettled += 1;
+    }
+
+    /// A delivery ended. Returns its lane; `None` for a tag that is not outstanding.
+    pub(crate) fn ended(&mut self, tag: DeliveryTag) -> Option<usize> {
+        let at = self
+            .entries
+            .binary_search_by_key(&tag, |entry| entry.tag)
+            .ok()?;
+        let entry = &mut self.entries[at];
+        if entry.state != EntryState::Outstanding {
+            return None;
+        }
+        entry.state = EntryState::Ended;
+        self.unsettled -= 1;
+        self.ended.push(tag);
+        Some(entry.lane)
+    }
+
+    /// The lanes of what has not ended.
+    pub(crate) fn outstanding_lanes(&self) -> impl Iterator<Item = usize> {
+        self.entries
+            .iter()
+            .filter(|entry| entry.state == EntryState::Outstanding)
+            .map(|entry| entry.lane)
+    }
+
+    /// Whether there is something to acknowledge.
+    pub(crate) fn has_ended(&self) -> bool {
+        !self.ended.is_empty()
+    }
+
+    /// The acknowledgements due: the finished prefix at once, everything else singly in the order in
+    /// which it ended.
+    pub(crate) fn acknowledge(&mut self, acks: &mut Vec<Ack>) {
+        let mut prefix: Option<(DeliveryTag, usize)> = None;
+        while let Some(first) = self.entries.front() {
+            match first.state {
+                EntryState::Outstanding => break,
+                EntryState::Ended => {
+                    let count = prefix.map_or(0, |(_, count)| count);
+                    prefix = Some((first.tag, count + 1));
+                }
+                // Acknowledged singly before; no longer outstanding, so it must not be the tag named.
+                EntryState::Acknowledged => {}
+            }
+            self.entries.pop_front();
+        }
+        let mut covered = None;
+        if let Some((tag, count)) = prefix {
+            acks.push(Ack {
+                tag,
+                multiple: count > 1,
+            });
+            covered = Some(tag);
+        }
+        for tag in self.ended.drain(..) {
+            if covered.is_some_and(|covered| tag <= covered) {
+                continue;
+            }
+            acks.push(Ack {
+                tag,
+                multiple: false,
+            });
+            if let Ok(at) = self.entries.binary_search_by_key(&tag, |entry| entry.tag) {
+                self.entries[at].state = EntryState::Acknowledged;
+            }
+        }
+    }
+}
+
+/// What was finished in the session that just ended: copies of it need not run again.
+///
+/// Acknowledgements that were on their way when a session ended may or may not have been processed.
+/// Until the first delivery of the next session that is not a redelivery, a copy that is surely the
+/// same message (id, body, replay number) is settled without running.
+#[derive(Debug, Default)]
+pub(crate) struct Finished {
+    /// The last deliveries of this session, oldest first.
+    entries: VecDeque<(Identity, Outcome)>,
+    keep: usize,
+    /// What earlier sessions finished; the deliveries of this one are compared with it.
+    comparing: HashMap<Identity, Outcome>,
+}
+
+impl Finished {
+    /// Remembers the last `keep` finished deliveries.
+    pub(crate) fn new(keep: usize) -> Self {
+        Self {
+            keep,
+            ..Self::default()
+        }
+    }
+
+    /// A delivery of the current session ended. Without an id it could not be recognised.
+    pub(crate) fn record(&mut self, identity: &Identity, outcome: Outcome) {
+        if identity.id().is_none() {
+            return;
+        }
+        if self.entries.len() == self.keep {
+            self.entries.pop_front();
+        }
+        self.entries.push_back((identity.clone(), outcome));
+    }
+
+    /// A delivery of a session that has already ended turned out to be finished.
+    pub(crate) fn record_late(&mut self, identity: &Identity, outcome: Outcome) {
+        if identity.id().is_some() {
+            self.make_room();
+            self.comparing.insert(identity.clone(), outcome);
+        }
+    }
+
+    /// The session ended: what it finished is compared with what comes next. What came before stays
+    /// as well: a session that ended early must not make us forget the one before it.
+    pub(crate) fn session_ended(&mut self) {
+        self.make_room();
+        self.comparing.extend(self.entries.drain(..));
+    }
+
+    /// Bounds the memory. To forget costs a second run of a message, never the order: copies come
+    /// before their successors.
+    fn make_room(&mut self) {
+        if self.comparing.len() >= 2 * self.keep {
+            self.comparing.clear();
+        }
+    }
+
+    /// How the message ended before, if this delivery is a copy of a finished one. An entry matches
+    /// once.
+    pub(crate) fn match_copy(&mut self, identity: &Identity, redelivered: bool) -> Option<Outcome> {
+        if self.comparing.is_empty() {
+            return None;
+        }
+        if !redelivered {
+            // The redeliveries of the ended session come first, in order; they are over.
+            self.comparing.clear();
+            return None;
+        }
+        identity.id()?;
+        self.comparing.remove(identity)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::envelope::Envelope;
+
+    fn acks(book: &mut AckBook) -> Vec<(u64, bool)> {
+        let mut acks = Vec::new();
+        book.acknowledge(&mut acks);
+        acks.into_iter()
+            .map(|ack| (ack.tag.0, ack.multiple))
+            .collect()
+    }
+
+    fn book(tags: std::ops::RangeInclusive<u64>) -> AckBook {
+        let mut book = AckBook::default();
+        for tag in tags {
+            book.arrived(DeliveryTag(tag), 0);
+        }
+        book
+    }
+
+    fn end(book: &mut AckBook, tags: &[u64]) {
+        for &tag in tags {
+            assert!(book.ended(DeliveryTag(tag)).is_some(), "tag {tag}");
+        }
+    }
+
+    #[test]
+    fn the_finished_prefix_is_acknowledged_at_once() {
+        let mut book = book(1..=5);
+        end(&mut book, &[2, 1, 3]);
+        assert_eq!(acks(&mut book), [(3, true)]);
+        assert_eq!(acks(&mut book), []);
+        assert_eq!(book.unsettled(), 2);
+    }
+
+    #[test]
+    fn what_ends_out_of_order_is_acknowledged_singly_in_order_of_completion() {
+        let mut book = book(1..=6);
+        end(&mut book, &[5, 3]);
+        assert_eq!(acks(&mut book), [(5, false), (3, false)]);
+    }
+
+    #[test]
+    fn multiple_names_a_tag_that_is_still_outstanding() {
+        let mut book = book(1..=4);
+        end(&mut book, &[3]);
+        assert_eq!(acks(&mut book), [(3, false)]);
+        end(&mut book, &[2, 1]);
+        // 3 is in the prefix too, but acknowledged already.
+        assert_eq!(acks(&mut book), [(2, true)]);
+        end(&mut book, &[4]);
+        assert_eq!(acks(&mut book), [(4, false)]);
+    }
+
+    #[test]
+    fn a_delivery_ends_once() {
+        let mut book = book(1..=2);
+        end(&mut book, &[2]);
+        assert_eq!(book.ended(DeliveryTag(2)), None);
+        assert_eq!(acks(&mut book), [(2, false)]);
+        assert_eq!(book.ended(DeliveryTag(2)), None);
+        assert_eq!(book.ended(DeliveryTag(9)), None);
+    }
+
+    fn identity(id: Option<&str>, body: &'static str) -> Identity {
+        Identity::of(&Envelope {
+            id: id.map(Into::into),
+            body: bytes::Bytes::from_static(body.as_bytes()),
+            ..Envelope::default()
+        })
+    }
+
+    fn finished(id: Option<&str>, body: &'static str) -> Finished {
+        let mut finished = Finished::new(4);
+        finished.record(&identity(id, body), Outcome::Handled);
+        finished.session_ended();
+        finished
+    }
+
+    #[test]
+    fn a_copy_of_a_finished_message_is_recognised_once() {
+        let mut finished = finished(Some("a"), "x");
+        let copy = identity(Some("a"), "x");
+        assert_eq!(finished.match_copy(&copy, true), Some(Outcome::Handled));
+        assert_eq!(finished.match_copy(&copy, true), None);
+    }
+
+    #[test]
+    fn another_body_or_no_id_is_no_copy() {
+        assert_eq!(
+            finished(Some("a"), "x").match_copy(&identity(Some("a"), "y"), true),
+            None
+        );
+        assert_eq!(
+            finished(None, "x").match_copy(&identity(None, "x"), true),
+            None
+        );
+    }
+
+    #[test]
+    fn the_memory_ends_with_the_first_new_message() {
+        let mut finished = finished(Some("a"), "x");
+        let copy = identity(Some("a"), "x");
+        assert_eq!(finished.match_copy(&copy, false), None);
+        assert_eq!(finished.match_copy(&copy, true), None);
+    }
+
+    #[test]
+    fn two_losses_in_a_row_do_not_forget() {
+        let mut finished = finished(Some("a"), "x");
+        finished.session_ended();
+        let copy = identity(Some("a"), "x");
+        assert_eq!(finished.match_copy(&copy, true), Some(Outcome::Handled));
+    }
+}

@@ -1,0 +1,558 @@
+//! The bus: builder → [`build`](BusBuilder::build) → [`start`](ReadyBus::start) → running handle.
+//!
+//! What must be *true* is asked by `build()`, which is pure and lists every problem at once; what the
+//! *world* must confirm is asked by `start()`, before the first message.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use laneway_actors::port::{Destination, PublishError};
+use laneway_actors::{
+    ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointSpec,
+    EndpointState, Envelope, Event, Events, Fingerprints, Message, OrderingKey, Problem, header,
+};
+use tokio::runtime::Handle;
+use tokio::sync::{Mutex, broadcast};
+
+use crate::endpoint::EndpointBuilder;
+use crate::host::Host;
+use crate::publish::BusPublisher;
+use crate::routing::{RouteBuilder, Routes};
+use crate::topology::Topology;
+use crate::transport::Transport;
+use crate::transport::memory::MemoryBroker;
+
+/// How long [`Bus::run_until`] lets running handlers finish, unless the builder says otherwise.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Every problem of a configuration, or of the world at start.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{}", list(.problems))]
+pub struct ConfigError {
+    /// The problems, each naming its setting or thing, and what to do.
+    pub problems: Vec<Problem>,
+}
+
+fn list(problems: &[Problem]) -> String {
+    let lines: Vec<_> = problems
+        .iter()
+        .map(|problem| format!("\n  - {problem}"))
+        .collect();
+    format!("{} problem(s):{}", lines.len(), lines.concat())
+}
+
+/// Why [`Bus::run_until`] ended without being asked to.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// An endpoint is broken; the others have drained.
+    #[error("endpoint `{endpoint}` failed; see its `Failed` event and the log")]
+    EndpointFailed {
+        /// Its name.
+        endpoint: String,
+    },
+}
+
+/// Describes a bus.
+pub struct BusBuilder {
+    transport: Option<Arc<dyn Transport>>,
+    transports_said: u32,
+    topology: Topology,
+    endpoints: Vec<EndpointBuilder>,
+    routes: Vec<AddRoute>,
+    fingerprints: Fingerprints,
+    runtime: Option<Handle>,
+    drain_deadline: Duration,
+}
+
+type HeaderOfQueue<'a> = &'a dyn Fn(&str) -> Option<Arc<str>>;
+type AddRoute = Box<dyn FnOnce(&mut Routes, HeaderOfQueue<'_>, &mut Vec<Problem>) + Send>;
+
+impl BusBuilder {
+    /// Uses the embedded broker: queues in this process's memory.
+    #[must_use]
+    pub fn memory(self, broker: MemoryBroker) -> Self {
+        self.transport(broker)
+    }
+
+    /// Uses RabbitMQ.
+    #[cfg(feature = "rabbitmq")]
+    #[must_use]
+    pub fn rabbitmq(self, rabbitmq: crate::transport::rabbitmq::RabbitMq) -> Self {
+        self.transport(rabbitmq)
+    }
+
+    /// Uses any transport.
+    #[must_use]
+    pub fn transport(mut self, transport: impl Transport) -> Self {
+        self.transport = Some(Arc::new(transport));
+        self.transports_said += 1;
+        self
+    }
+
+    /// Describes the queues.
+    #[must_use]
+    pub fn topology(mut self, describe: impl FnOnce(Topology) -> Topology) -> Self {
+        self.topology = describe(self.topology);
+        self
+    }
+
+    /// Adds an endpoint. It consumes the queue of the same name, unless it says otherwise.
+    #[must_use]
+    pub fn endpoint(
+        mut self,
+        name: &str,
+        describe: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
+    ) -> Self {
+        self.endpoints.push(describe(EndpointBuilder::named(name)));
+        self
+    }
+
+    /// Says where messages of type `T` are published to.
+    #[must_use]
+    pub fn publishes<T: Message>(
+        mut self,
+        describe: impl FnOnce(RouteBuilder<T>) -> RouteBuilder<T>,
+    ) -> Self {
+        let route = describe(RouteBuilder::new());
+        self.routes.push(Box::new(move |routes, header, problems| {
+            routes.add(route, header, problems);
+        }));
+        self
+    }
+
+    /// The secret under which keys are shown as fingerprints. With the same secret in every process a key
+    /// has the same fingerprint everywhere and after restarts. Defaults to a random one per process.
+    #[must_use]
+    pub fn fingerprint_secret(mut self, secret: &[u8]) -> Self {
+        self.fingerprints = Fingerprints::with_secret(secret);
+        self
+    }
+
+    /// The multi-threaded tokio runtime on which handlers run. Defaults to the one that `start()` is called
+    /// in; where there is none, or only a current-thread one, to a pool of Laneway's own.
+    #[must_use]
+    pub fn handler_runtime(mut self, runtime: Handle) -> Self {
+        self.runtime = Some(runtime);
+        self
+    }
+
+    /// How long [`Bus::run_until`] lets running handlers finish. Defaults to 30 s.
+    #[must_use]
+    pub fn drain_deadline(mut self, deadline: Duration) -> Self {
+        self.drain_deadline = deadline;
+        self
+    }
+
+    /// Checks everything that can be checked without I/O.
+    ///
+    /// # Errors
+    /// All problems at once.
+    pub fn build(self) -> Result<ReadyBus, ConfigError> {
+        let mut problems = Vec::new();
+        let mut problem = |setting: &str, what: &str| {
+            problems.push(Problem::new("", setting, what));
+        };
+        if self.transports_said == 0 {
+            problem(
+                "transport",
+                "none is chosen: use `memory(MemoryBroker::new())` or `rabbitmq(RabbitMq::at(url))`",
+            );
+        }
+        if self.transports_said > 1 {
+            problem("transport", "is chosen more than once; keep one");
+        }
+        for (number, queue) in self.topology.queues().iter().enumerate() {
+            let earlier = &self.topology.queues()[..number];
+            if queue.name.is_empty() {
+                problem("topology", "a queue has an empty name");
+            } else if earlier.iter().any(|other| other.name == queue.name) {
+                problem(
+                    "topology",
+                    &format!("queue `{}` is named twice", queue.name),
+                );
+            } else if !self
+                .endpoints
+                .iter()
+                .any(|endpoint| endpoint.queue == queue.name)
+                && (queue.parking.is_some() || !queue.declared)
+            {
+                problem(
+                    "topology",
+                    &format!(
+                        "queue `{}` has no endpoint, so what is said of it here has no effect; add an endpoint or remove it",
+                        queue.name
+                    ),
+                );
+            }
+        }
+        let mut endpoints = self.endpoints;
+        for (number, endpoint) in endpoints.iter().enumerate() {
+            let name = &endpoint.settings.name;
+            if endpoints[..number]
+                .iter()
+                .any(|other| other.settings.name == *name)
+            {
+                problem("endpoint", &format!("two endpoints are named `{name}`"));
+            }
+        }
+        for endpoint in &mut endpoints {
+            endpoint.finish(&self.topology, &mut problems);
+        }
+        let mut routes = Routes::default();
+        let header_of_queue = |queue: &str| {
+            endpoints
+                .iter()
+                .find(|endpoint| endpoint.queue == queue)
+                .and_then(EndpointBuilder::key_header)
+        };
+        for add in self.routes {
+            add(&mut routes, &header_of_queue, &mut problems);
+        }
+        let Some(transport) = self.transport else {
+            return Err(ConfigError { problems });
+        };
+        let publisher = Arc::new(BusPublisher::new(routes, transport.publisher()));
+        let events = Events::default();
+        let mut specs = Vec::new();
+        for endpoint in endpoints {
+            let Some(queue) = self.topology.find(&endpoint.queue) else {
+                continue; // a problem already
+            };
+            let spec = EndpointSpec {
+                parking: transport.parking(queue),
+                publisher: Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>),
+                events: events.clone(),
+                fingerprints: self.fingerprints.clone(),
+                runtime: self.runtime.clone(),
+                ..EndpointSpec::new(
+                    endpoint.settings,
+                    transport.source(queue),
+                    endpoint.handlers,
+                )
+            };
+            if let Err(found) = spec.check() {
+                problems.extend(found);
+            }
+            specs.push(spec);
+        }
+        if !problems.is_empty() {
+            return Err(ConfigError { problems });
+        }
+        Ok(ReadyBus {
+            transport,
+            topology: self.topology,
+            specs,
+            publisher,
+            events,
+            drain_deadline: self.drain_deadline,
+        })
+    }
+}
+
+/// A checked configuration, not started yet.
+pub struct ReadyBus {
+    transport: Arc<dyn Transport>,
+    topology: Topology,
+    specs: Vec<EndpointSpec>,
+    publisher: Arc<BusPublisher>,
+    events: Events,
+    drain_deadline: Duration,
+}
+
+impl std::fmt::Debug for ReadyBus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReadyBus").finish_non_exhaustive()
+    }
+}
+
+impl ReadyBus {
+    /// Connects, verifies the world, declares what is declared, and starts every endpoint. Resolves when
+    /// each has its first session.
+    ///
+    /// # Errors
+    /// All problems at once; nothing runs then.
+    ///
+    /// # Cancellation
+    /// Dropping the future starts nothing.
+    pub async fn start(mut self) -> Result<Bus, ConfigError> {
+        // Known here, not on the actors' own thread.
+        if let Ok(current) = Handle::try_current()
+            && current.runtime_flavor() == tokio::runtime::RuntimeFlavor::MultiThread
+        {
+            for spec in &mut self.specs {
+                spec.runtime.get_or_insert_with(|| current.clone());
+            }
+        }
+        let to_error = |problems| ConfigError { problems };
+        self.declare_others().await.map_err(to_error)?;
+        let (host, endpoints) = Host::start(self.specs).await.map_err(to_error)?;
+        Ok(Bus {
+            inner: Arc::new(Inner {
+                endpoints,
+                publisher: self.publisher,
+                events: self.events,
+                drain_deadline: self.drain_deadline,
+                host: Mutex::new(Some(host)),
+                _transport: self.transport,
+            }),
+        })
+    }
+
+    /// Declares queues that no endpoint of this bus consumes (it only publishes to them).
+    async fn declare_others(&self) -> Result<(), Vec<Problem>> {
+        let mut problems = Vec::new();
+        for queue in self.topology.queues() {
+            let consumed = self
+                .specs
+                .iter()
+                .any(|spec| spec.source.name() == queue.name);
+            if consumed {
+                continue;
+            }
+            for error in self
+                .transport
+                .source(queue)
+                .verify()
+                .await
+                .err()
+                .into_iter()
+                .flatten()
+            {
+                problems.push(Problem::new("", "topology", error.to_string()));
+            }
+        }
+        if problems.is_empty() {
+            Ok(())
+        } else {
+            Err(problems)
+        }
+    }
+}
+
+/// A running bus. Cheap to clone, `Send + Sync`, works from any runtime.
+///
+/// Dropping the last handle without [`shutdown`](Bus::shutdown) is like a crash: nothing is drained,
+/// unsettled messages come again.
+#[derive(Clone)]
+pub struct Bus {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    endpoints: Vec<EndpointHandle>,
+    publisher: Arc<BusPublisher>,
+    events: Events,
+    drain_deadline: Duration,
+    host: Mutex<Option<Host>>,
+    /// Keeps connections open until the last handle is gone.
+    _transport: Arc<dyn Transport>,
+}
+
+/// The state of a bus at one moment.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct BusSnapshot {
+    /// Its endpoints.
+    pub endpoints: Vec<EndpointSnapshot>,
+}
+
+impl BusSnapshot {
+    /// Whether every endpoint is healthy ([`EndpointSnapshot::is_healthy`]).
+    pub fn is_healthy(&self) -> bool {
+        self.endpoints.iter().all(EndpointSnapshot::is_healthy)
+    }
+
+    /// The endpoint of a name.
+    pub fn endpoint(&self, name: &str) -> Option<&EndpointSnapshot> {
+        self.endpoints
+            .iter()
+            .find(|endpoint| &*endpoint.endpoint == name)
+    }
+}
+
+/// How a shutdown went.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct ShutdownReport {
+    /// Per endpoint: its name, and how its drain ended.
+    pub endpoints: Vec<(String, DrainReport)>,
+}
+
+impl ShutdownReport {
+    /// Whether every running attempt had finished by the deadline.
+    pub fn is_clean(&self) -> bool {
+        self.endpoints
+            .iter()
+            .all(|(_, report)| report.unfinished == 0)
+    }
+}
+
+impl Bus {
+    /// Begins to describe a bus.
+    pub fn builder() -> BusBuilder {
+        BusBuilder {
+            transport: None,
+            transports_said: 0,
+            topology: Topology::default(),
+            endpoints: Vec::new(),
+            routes: Vec::new(),
+            fingerprints: Fingerprints::of_this_process(),
+            runtime: None,
+            drain_deadline: DRAIN_DEADLINE,
+        }
+    }
+
+    /// Publishes a message to where its type goes, under the key its route gives it. Resolves when the
+    /// broker has confirmed it.
+    ///
+    /// # Errors
+    /// [`PublishError`]. After [`PublishError::Unknown`] the message may have been sent; Laneway never
+    /// sends one again by itself.
+    ///
+    /// # Cancellation
+    /// Dropping the future leaves it unknown whether the message is sent.
+    pub async fn publish<T: Message>(&self, message: &T) -> Result<(), PublishError> {
+        self.publish_with(message, None).await
+    }
+
+    /// Like [`publish`](Self::publish), under this key.
+    ///
+    /// # Errors
+    /// See [`publish`](Self::publish).
+    pub async fn publish_keyed<T: Message>(
+        &self,
+        message: &T,
+        key: impl Into<OrderingKey>,
+    ) -> Result<(), PublishError> {
+        self.publish_with(message, Some(key.into())).await
+    }
+
+    async fn publish_with<T: Message>(
+        &self,
+        message: &T,
+        key: Option<OrderingKey>,
+    ) -> Result<(), PublishError> {
+        let publisher = &self.inner.publisher;
+        let Some(route) = publisher.routes.get(T::TYPE) else {
+            return Err(PublishError::NoDestination(T::TYPE.to_owned()));
+        };
+        let envelope = Envelope::of(message, route.encoding)
+            .map_err(|error| PublishError::Encode(error.to_string()))?;
+        let key = key.or_else(|| route.key_of(message));
+        publisher
+            .send(route.destination.clone(), &route.key_header, envelope, key)
+            .await
+    }
+
+    /// Publishes a message, as JSON, to a queue that no route names. The key goes into the header
+    /// `laneway-key`.
+    ///
+    /// # Errors
+    /// See [`publish`](Self::publish).
+    pub async fn publish_to_queue<T: Message>(
+        &self,
+        queue: &str,
+        message: &T,
+        key: Option<OrderingKey>,
+    ) -> Result<(), PublishError> {
+        let envelope = Envelope::of(message, Encoding::Json)
+            .map_err(|error| PublishError::Encode(error.to_string()))?;
+        let destination = Destination::Queue(queue.into());
+        self.inner
+            .publisher
+            .send(destination, header::ORDERING_KEY, envelope, key)
+            .await
+    }
+
+    /// The state of every endpoint now.
+    pub async fn snapshot(&self) -> BusSnapshot {
+        let asked = self.inner.endpoints.iter().map(EndpointHandle::snapshot);
+        BusSnapshot {
+            endpoints: futures::future::join_all(asked).await,
+        }
+    }
+
+    /// Everything that happens from now on, at every endpoint. A subscriber that falls behind by more than
+    /// 1,024 events misses the oldest, and is told how many.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.inner.events.subscribe()
+    }
+
+    /// The handle of an endpoint, to send messages to its lanes directly.
+    pub fn endpoint(&self, name: &str) -> Option<&EndpointHandle> {
+        self.inner
+            .endpoints
+            .iter()
+            .find(|endpoint| endpoint.name() == name)
+    }
+
+    /// Runs until `signal` resolves, then drains; see [`shutdown_signal`](crate::shutdown_signal). A second
+    /// signal is not waited for: the drain ends by its deadline.
+    ///
+    /// # Errors
+    /// When an endpoint failed for good; the others have drained then.
+    pub async fn run_until(
+        &self,
+        signal: impl Future<Output = ()>,
+    ) -> Result<ShutdownReport, RunError> {
+        let failures = self.inner.endpoints.iter().map(|endpoint| {
+            let mut state = endpoint.state();
+            let name = endpoint.name().to_owned();
+            Box::pin(async move {
+                // An error means that the endpoint has stopped; how, its last state tells.
+                let _ = state
+                    .wait_for(|state| {
+                        matches!(state, EndpointState::Failed | EndpointState::Stopped)
+                    })
+                    .await;
+                (name, *state.borrow())
+            })
+        });
+        let failed = async {
+            let mut waiting: futures::stream::FuturesUnordered<_> = failures.collect();
+            use futures::StreamExt;
+            while let Some((name, state)) = waiting.next().await {
+                if state == EndpointState::Failed {
+                    return name;
+                }
+            }
+            std::future::pending().await
+        };
+        let broken = tokio::select! {
+            () = signal => None,
+            name = failed => Some(name),
+        };
+        let report = self.shutdown(self.inner.drain_deadline).await;
+        match broken {
+            None => Ok(report),
+            Some(endpoint) => Err(RunError::EndpointFailed { endpoint }),
+        }
+    }
+
+    /// Drains every endpoint: starts nothing new, lets what runs finish until the deadline, then aborts it;
+    /// settles, closes, stops. Publishing goes on until the handlers have ended. A second call waits for
+    /// the first.
+    pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
+        let drains = self.inner.endpoints.iter().map(|endpoint| async move {
+            (endpoint.name().to_owned(), endpoint.drain(deadline).await)
+        });
+        let endpoints = futures::future::join_all(drains).await;
+        self.inner.publisher.close();
+        // Held while stopping, so that a second call returns only when everything has stopped.
+        let mut host = self.inner.host.lock().await;
+        if let Some(mut host) = host.take() {
+            host.stop().await;
+        }
+        ShutdownReport { endpoints }
+    }
+}
+
+impl std::fmt::Debug for Bus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bus")
+            .field("endpoints", &self.inner.endpoints)
+            .finish_non_exhaustive()
+    }
+}

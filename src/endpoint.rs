@@ -1,0 +1,271 @@
+//! The endpoint builder: a queue, its handlers, its order, its policy.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use laneway_actors::{
+    Backoff, EndpointSettings, Handler, HandlerSet, KeySource, Keyed, Message, OrderingKey, Problem,
+};
+
+use crate::topology::Topology;
+
+/// What keeps the order of a key across the instances of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TransportAffinity {
+    /// The broker delivers the queue to one instance at a time, and moves on to another when that one
+    /// goes: per-key order across any number of instances.
+    SingleActiveConsumer,
+}
+
+/// How far the order reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Strategy {
+    /// Nothing was said: refused on an ordered endpoint.
+    #[default]
+    Unsaid,
+    LocalPartitioned,
+    Native(TransportAffinity),
+}
+
+/// Describes an endpoint. Every method has an effect, or [`build`](crate::BusBuilder::build) refuses it.
+pub struct EndpointBuilder {
+    pub(crate) settings: EndpointSettings,
+    pub(crate) queue: String,
+    pub(crate) handlers: HandlerSet,
+    strategy: Strategy,
+    strategies_said: u32,
+    abort_grace: Option<Duration>,
+}
+
+impl EndpointBuilder {
+    pub(crate) fn named(name: &str) -> Self {
+        Self {
+            settings: EndpointSettings::named(name),
+            queue: name.to_owned(),
+            handlers: HandlerSet::new(),
+            strategy: Strategy::Unsaid,
+            strategies_said: 0,
+            abort_grace: None,
+        }
+    }
+
+    /// The queue it consumes. Defaults to the endpoint's name.
+    #[must_use]
+    pub fn queue(mut self, queue: &str) -> Self {
+        queue.clone_into(&mut self.queue);
+        self
+    }
+
+    // ---- handlers
+
+    /// Handles messages of type `T`: an `async fn(T, Context) -> Result<(), Failure>`, or a struct
+    /// that implements [`Handler<T>`].
+    #[must_use]
+    pub fn handler<T: Message, H: Handler<T>>(mut self, handler: H) -> Self {
+        self.handlers.add::<T>(handler);
+        self
+    }
+
+    /// Messages without a type are of type `T`, which has a handler here: for publishers that send a
+    /// bare body. They are read as JSON unless their content type says otherwise.
+    #[must_use]
+    pub fn untyped<T: Message>(mut self) -> Self {
+        self.handlers.untyped_as::<T>();
+        self
+    }
+
+    // ---- ordering
+
+    fn key_source(&mut self) -> &mut KeySource {
+        self.settings.ordering.get_or_insert_with(|| KeySource {
+            correlation_id: true,
+            ..KeySource::default()
+        })
+    }
+
+    /// Messages with the same value in this header are handled strictly in order. A message without it
+    /// is ordered by its typed key, if it has one, else by its correlation id, else not at all; such
+    /// messages are counted and reported.
+    ///
+    /// Text and whole numbers of the same digits are the same key. An empty value, a truth value, a
+    /// floating-point number and a structured value are no keys.
+    #[must_use]
+    pub fn ordered_by_header(mut self, header: &str) -> Self {
+        self.key_source().header = Some(header.to_owned());
+        self
+    }
+
+    /// Messages of type `T` with the same value of `selector` are handled strictly in order.
+    #[must_use]
+    pub fn ordered_by<T: Message, K: Into<OrderingKey>>(
+        mut self,
+        selector: impl Fn(&T) -> K + Send + Sync + 'static,
+    ) -> Self {
+        self.key_source().typed = true;
+        self.handlers
+            .order_by::<T>(move |message| selector(message).into());
+        self
+    }
+
+    /// Messages of type `T` are ordered by their own [`Keyed::key`].
+    #[must_use]
+    pub fn ordered_by_key_of<T: Message + Keyed>(self) -> Self {
+        self.ordered_by(T::key)
+    }
+
+    /// Messages with the same correlation id are handled strictly in order.
+    #[must_use]
+    pub fn ordered_by_correlation_id(mut self) -> Self {
+        self.key_source().correlation_id = true;
+        self
+    }
+
+    /// Keeps the order across all instances of the program, by this means of the broker.
+    #[must_use]
+    pub fn transport_affinity(mut self, affinity: TransportAffinity) -> Self {
+        self.strategy = Strategy::Native(affinity);
+        self.strategies_said += 1;
+        self
+    }
+
+    /// Keeps the order within this instance only. **With a second instance on the same queue there is no
+    /// order**: its messages are shared out between them.
+    #[must_use]
+    pub fn local_partitioned(mut self) -> Self {
+        self.strategy = Strategy::LocalPartitioned;
+        self.strategies_said += 1;
+        self
+    }
+
+    // ---- bounds
+
+    /// At most `n` handlers at once, 1 to 65,535. Defaults to 16.
+    #[must_use]
+    pub fn concurrency(mut self, n: u32) -> Self {
+        self.settings.concurrency = n;
+        self
+    }
+
+    /// Number of lanes, 1 to 65,535. Defaults to the concurrency. A lane does not wait for itself: any
+    /// runnable key of it may start while a handler is free; so there is rarely a reason to set this.
+    #[must_use]
+    pub fn lanes(mut self, n: u32) -> Self {
+        self.settings.lanes = Some(n);
+        self
+    }
+
+    /// At most `n` unsettled messages in this process (the broker's prefetch), from the concurrency to
+    /// 65,535. Defaults to twice the concurrency, at least 32. It bounds memory, and the duplicates after
+    /// a crash.
+    #[must_use]
+    pub fn max_in_flight(mut self, n: u32) -> Self {
+        self.settings.max_in_flight = Some(n);
+        self
+    }
+
+    /// Slots of each lane for messages that the program sends to it directly, 1 to 65,535. Defaults to 64.
+    #[must_use]
+    pub fn lane_depth(mut self, n: u32) -> Self {
+        self.settings.lane_depth = n;
+        self
+    }
+
+    // ---- failure
+
+    /// Total number of runs of a message, the first included, 1 to 1,000. Defaults to 5.
+    #[must_use]
+    pub fn max_delivery_attempts(mut self, n: u32) -> Self {
+        self.settings.max_delivery_attempts = n;
+        self
+    }
+
+    /// Pauses between the attempts of a message. Only its key waits.
+    #[must_use]
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.settings.backoff = backoff;
+        self
+    }
+
+    /// How long one attempt may take; `None` for no bound. Defaults to 60 s. An attempt that takes longer
+    /// is dropped at its next `await` and counts as failed.
+    #[must_use]
+    pub fn handler_timeout(mut self, bound: impl Into<Option<Duration>>) -> Self {
+        self.settings.handler_timeout = bound.into();
+        self
+    }
+
+    /// Poison messages are acknowledged and reported as gaps, instead of parked.
+    #[must_use]
+    pub fn discard_poison(mut self) -> Self {
+        self.settings.discard_poison = true;
+        self
+    }
+
+    /// How long an attempt may go on after its session was lost. Defaults to zero with a transport affinity
+    /// (another instance may already run the same message), and to 10 s otherwise.
+    #[must_use]
+    pub fn abort_grace(mut self, grace: Duration) -> Self {
+        self.abort_grace = Some(grace);
+        self
+    }
+
+    /// Settles the defaults that depend on each other, and lists what is wrong beyond the settings
+    /// themselves.
+    pub(crate) fn finish(&mut self, topology: &Topology, problems: &mut Vec<Problem>) {
+        let name = self.settings.name.clone();
+        let mut problem = |setting: &str, what: String| {
+            problems.push(Problem::new(&name, setting, what));
+        };
+        let queue = topology.find(&self.queue);
+        if queue.is_none() {
+            problem(
+                "queue",
+                format!(
+                    "`{}` is not in the topology: declare it with `queue`, or name it with `existing_queue`",
+                    self.queue
+                ),
+            );
+        }
+        if self.strategies_said > 1 {
+            problem(
+                "strategy",
+                "`transport_affinity` and `local_partitioned` exclude each other; say one of them once"
+                    .to_owned(),
+            );
+        }
+        match (self.settings.ordering.is_some(), self.strategy) {
+            (true, Strategy::Unsaid) => problem(
+                "strategy",
+                "an ordered endpoint must say how far the order reaches: `transport_affinity(SingleActiveConsumer)` for all instances, or `local_partitioned()` for this one alone"
+                    .to_owned(),
+            ),
+            (false, Strategy::Native(_) | Strategy::LocalPartitioned) => problem(
+                "strategy",
+                "has no effect without ordering: order by a key, or remove it".to_owned(),
+            ),
+            (true, Strategy::Native(TransportAffinity::SingleActiveConsumer)) => {
+                if queue.is_some_and(|queue| !queue.single_active_consumer) {
+                    problem(
+                        "transport_affinity",
+                        format!(
+                            "queue `{}` is not declared with `single_active_consumer()`",
+                            self.queue
+                        ),
+                    );
+                }
+            }
+            _ => {}
+        }
+        self.settings.abort_grace = self.abort_grace.unwrap_or(match self.strategy {
+            Strategy::Native(_) => Duration::ZERO,
+            _ => Duration::from_secs(10),
+        });
+    }
+
+    /// The header that carries the key, where the key comes from a header.
+    pub(crate) fn key_header(&self) -> Option<Arc<str>> {
+        let source = self.settings.ordering.as_ref()?;
+        source.header.as_deref().map(Into::into)
+    }
+}
