@@ -17,6 +17,7 @@ use async_rs::TokioRuntime;
 use async_rs::traits::Reactor;
 use futures::StreamExt;
 use futures::future::{BoxFuture, Shared};
+use lapin::protocol::AMQPError;
 use lapin::tcp::{AsyncTcpStream, OwnedTLSConfig};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use lapin::{Channel, Connection, ConnectionProperties, ErrorKind, Event};
@@ -573,19 +574,25 @@ fn second_handle(
     stream.as_socket().try_clone_to_owned().map(Into::into)
 }
 
+/// The broker's own words, without the user name that it puts at the end of some.
+pub(super) fn said(error: &AMQPError) -> &str {
+    let said = error.get_message().as_str();
+    said.split(" for user").next().unwrap_or(said)
+}
+
 /// Says why there is no connection, and which setting is to blame.
 fn not_connected(why: &lapin::Error, settings: &Valid) -> LinkError {
     let address = settings.address();
     let vhost = &settings.uri.vhost;
     match why.kind() {
         ErrorKind::ProtocolError(error) => {
-            let said = error.get_message();
+            let said = said(error);
             match error.get_id() {
                 403 => LinkError::Refused(format!(
                     "RabbitMQ at {address} refused the credentials: check the user name and the \
                      password in `url` ({said})"
                 )),
-                530 if said.as_str().contains("vhost") && !said.as_str().contains("is down") => {
+                530 if said.contains("vhost") && !said.contains("is down") => {
                     let hint = if vhost.is_empty() {
                         "; a URL that ends in a slash names the virtual host with the empty name"
                     } else {
