@@ -425,7 +425,10 @@ async fn a_user_with_few_permissions_can_do_what_it_may_and_is_told_the_rest() {
         publisher.publish(to_exchange()).await.expect("sent");
     }
     let refused = publisher.publish(to_queue(&queue, "x")).await;
-    assert!(matches!(refused, Err(PublishError::Refused(_))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(PublishError::Refused(_))),
+        "{refused:?}"
+    );
     publisher.publish(to_exchange()).await.expect("sent");
     assert_eq!(foreign.ready(&queue).await, 4);
 
@@ -434,7 +437,10 @@ async fn a_user_with_few_permissions_can_do_what_it_may_and_is_told_the_rest() {
     let opened = source.open(SessionState::start(), 1).await;
     match opened.err() {
         Some(SourceError::Refused { what, .. }) => {
-            assert!(what.contains("permissions") && what.contains(&queue), "{what}");
+            assert!(
+                what.contains("permissions") && what.contains(&queue),
+                "{what}"
+            );
             assert!(!what.contains("modest"), "{what}");
         }
         other => panic!("{other:?}"),
