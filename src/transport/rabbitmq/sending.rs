@@ -18,7 +18,8 @@ use lapin::{BasicProperties, Channel, Confirmation, ErrorKind};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
-use super::connection::{Core, Live, Purpose, said};
+use super::connection::{Live, Purpose, said};
+use super::core::Core;
 
 /// A message in the broker's form.
 pub(super) struct Message {

@@ -15,7 +15,8 @@ use lapin::{Channel, ErrorKind, ExchangeKind};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::connection::{Core, LinkError, Live, Purpose, said};
+use super::connection::{LinkError, Live, Purpose, said};
+use super::core::Core;
 use super::properties::short;
 use super::source::{refused, unavailable};
 use crate::topology::{ParkingSpec, QueueSpec, QueueType};
