@@ -370,7 +370,7 @@ async fn an_unconfirmed_publish_is_unknown_and_never_sent_after_it_was_given_up(
     let _one = ONE_BROKER.lock().await;
     let node = PrivateBroker::start();
     let broker = RabbitMq::at(node.url())
-        .operation_timeout(Duration::from_secs(2))
+        .operation_timeout(Duration::from_secs(5))
         .confirm_timeout(Duration::from_secs(1));
     let queue = unique("unknown");
     let foreign = Foreign::connect(&node.url()).await;
@@ -381,21 +381,31 @@ async fn an_unconfirmed_publish_is_unknown_and_never_sent_after_it_was_given_up(
         .await
         .expect("sent");
     node.freeze();
-    // Within a second of the last confirm, so it goes out without a question first.
-    match publisher.publish(to_queue(&queue, "second")).await {
-        Err(PublishError::Unknown(why)) => assert!(why.contains("no confirm"), "{why}"),
+    let may_be_there = match publisher.publish(to_queue(&queue, "second")).await {
+        Err(PublishError::Unknown(why)) => {
+            assert!(why.contains("no confirm"), "{why}");
+            true
+        }
+        // On a slow machine more than a second has passed since the last confirm, and the broker was
+        // asked first whether it reads at all.
+        Err(PublishError::Refused(why)) => {
+            assert!(why.contains("does not answer"), "{why}");
+            false
+        }
         other => panic!("{other:?}"),
-    }
+    };
     node.thaw();
     publisher
         .publish(to_queue(&queue, "third"))
         .await
         .expect("sent");
-    // The second was in the broker's socket already: unknown is the truth. But it is there once.
+    // What was written lay in the broker's socket already: unknown is the truth. But it is there once.
     let mut arrived = Vec::new();
     while let Some(got) = foreign.get(&queue).await {
         arrived.push(String::from_utf8_lossy(&got.data).into_owned());
     }
+    let seconds = arrived.iter().filter(|body| *body == "second").count();
+    assert!(seconds <= usize::from(may_be_there), "{arrived:?}");
     arrived.retain(|body| body != "second");
     assert_eq!(arrived, ["first", "third"]);
 }
