@@ -396,10 +396,10 @@ impl Lane {
         let ticket = run.ticket;
         let result = match end {
             RunEnd::Handled => RunResult::Handled,
-            RunEnd::Failed(failure) => {
-                self.detail = failure.detail();
+            RunEnd::Failed(kind, detail) => {
+                self.detail = detail;
                 RunResult::Failed {
-                    kind: failure.kind(),
+                    kind,
                     chance: fastrand::f64(),
                 }
             }
