@@ -333,6 +333,8 @@ impl Lane {
             Effect::Quiet(session) => {
                 // Reported after each end; nothing starts any more, so the first report is the last word.
                 if self.draining.remove(&session) && self.draining.is_empty() {
+                    // What ended in this very step must be acknowledged before the session is closed.
+                    self.tell_settled();
                     self.supervisor.do_send(FromLane::Quiet(self.link.index()));
                 }
             }
@@ -444,16 +446,20 @@ impl Lane {
         }
     }
 
+    fn tell_settled(&mut self) {
+        if !self.settled.is_empty() {
+            let settled = std::mem::take(&mut self.settled);
+            self.supervisor.do_send(FromLane::Settled(settled));
+        }
+    }
+
     fn fingerprint(&self, delivery: &Delivery) -> Option<Fingerprint> {
         self.endpoint.fingerprint(delivery.key())
     }
 
     /// After each message: tell the supervisor what ended, and set the alarm.
     fn finish_pass(&mut self, ctx: &mut Context<Self>) {
-        if !self.settled.is_empty() {
-            let settled = std::mem::take(&mut self.settled);
-            self.supervisor.do_send(FromLane::Settled(settled));
-        }
+        self.tell_settled();
         self.link.publish_load(self.machine.tracks());
         let sweep = (!self.runs.is_empty()).then(|| Instant::now() + SWEEP);
         let timer = self.timers.keys().next().map(|&(at, _)| at);
