@@ -597,7 +597,14 @@ impl Handler<ToLane> for Lane {
                 self.since.remove(&ticket);
                 self.feed(Event::Parked { ticket, settled }, None);
             }
-            ToLane::SessionEnded(session) => self.feed(Event::SessionEnded(session), None),
+            ToLane::SessionEnded(session) => {
+                self.feed(Event::SessionEnded(session), None);
+                if self.draining.contains(&session) {
+                    // The machine forgets an ended session; its attempts may still run, and the drain waits
+                    // for the word that they have ended.
+                    self.feed(Event::Drain(session), None);
+                }
+            }
             ToLane::Drain(session) => {
                 self.draining.clone_from(&self.direct_sessions);
                 self.draining.insert(session);
