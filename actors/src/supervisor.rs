@@ -675,7 +675,6 @@ impl EndpointSupervisor {
         if self.drain.is_some() {
             return;
         }
-        self.set_state(EndpointState::Draining);
         self.draining_flag.store(true, Ordering::Release);
         for gate in self.gates.iter() {
             gate.slots.close();
@@ -688,6 +687,8 @@ impl EndpointSupervisor {
         });
         let session = self.last_session;
         self.tell_lanes(|| ToLane::Drain(session));
+        // Shown only now: whatever somebody who sees it does, the lanes hear of the drain first.
+        self.set_state(EndpointState::Draining);
         self.answer_first(Err("the endpoint is draining".to_owned()));
         ctx.run_later(within, |this, ctx| {
             if this.drain.as_ref().is_some_and(|drain| !drain.closing) {
