@@ -593,19 +593,33 @@ impl EndpointSupervisor {
 
     // ---- intake
 
-    fn arrived(&mut self, batch: Vec<Delivery>) {
+    /// Sends deliveries to their lanes.
+    ///
+    /// # Errors
+    /// When the source breaks its promise: then the session is of no use any more.
+    fn arrived(&mut self, batch: Vec<Delivery>) -> Result<(), String> {
         let Some(live) = &mut self.live else {
-            return;
+            return Ok(());
         };
+        let mut broken = Ok(());
         let ordered = self.endpoint.config.ordering.is_some();
         for mut delivery in batch {
-            let identity = delivery.identity();
+            let (tag, identity) = (delivery.tag(), delivery.identity());
+            let out_of_order = || {
+                let tag = tag.0;
+                Err(format!(
+                    "the source gave delivery tag {tag}, which does not rise"
+                ))
+            };
             let copy_of = self
                 .finished
                 .match_copy(identity, delivery.is_redelivered());
             if let Some(outcome) = copy_of {
-                live.book.arrived(delivery.tag(), 0);
-                live.book.ended(delivery.tag());
+                if !live.book.arrived(tag, 0) {
+                    broken = out_of_order();
+                    break;
+                }
+                live.book.ended(tag);
                 self.finished.record(delivery.identity(), outcome);
                 continue;
             }
@@ -622,7 +636,10 @@ impl EndpointSupervisor {
                     least_loaded(&self.loads)
                 }
             };
-            live.book.arrived(delivery.tag(), lane);
+            if !live.book.arrived(tag, lane) {
+                broken = out_of_order();
+                break;
+            }
             self.loads[lane] += 1;
             self.by_lane[lane].push(Arc::new(delivery));
         }
@@ -631,6 +648,7 @@ impl EndpointSupervisor {
                 self.lanes[lane].tell(ToLane::Offer(std::mem::take(deliveries)));
             }
         }
+        broken
     }
 
     // ---- settling
@@ -969,10 +987,10 @@ impl StreamHandler<FromSource> for EndpointSupervisor {
         match item.batch {
             // Not taken in during a drain: closing the session gives it back.
             Some(Ok(_)) if self.drain.is_some() => {}
-            Some(Ok(batch)) => {
-                self.arrived(batch);
-                self.schedule_flush(ctx);
-            }
+            Some(Ok(batch)) => match self.arrived(batch) {
+                Ok(()) => self.schedule_flush(ctx),
+                Err(reason) => self.session_lost(reason, ctx),
+            },
             Some(Err(error)) => self.session_lost(error.to_string(), ctx),
             None => self.session_lost("the source ended the session".to_owned(), ctx),
         }
