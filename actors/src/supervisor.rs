@@ -16,7 +16,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use actix::{
     Actor, ActorContext, ActorFutureExt, Addr, ArbiterHandle, AsyncContext, Context, Handler,
@@ -309,6 +309,9 @@ struct Live {
     state: Arc<SessionState>,
     control: Arc<dyn Session>,
     book: AckBook,
+    opened: Instant,
+    /// Something was acknowledged on it.
+    useful: bool,
 }
 
 /// Supervises one endpoint; see the module.
@@ -327,7 +330,7 @@ pub struct EndpointSupervisor {
     finished: Finished,
     /// Attempts of keyless messages whose session has ended.
     earlier_attempts: HashMap<Identity, u32>,
-    /// Failed tries to open a session since the last success.
+    /// Failed tries to open a session, and sessions that were of no use, since the last useful one.
     failures: u32,
     flush_scheduled: bool,
     any_paused: bool,
@@ -504,12 +507,13 @@ impl EndpointSupervisor {
             }
             Ok(open) => {
                 let session = state.id();
-                self.failures = 0;
                 self.last_session = session;
                 self.live = Some(Live {
                     state,
                     control: open.control,
                     book: AckBook::default(),
+                    opened: Instant::now(),
+                    useful: false,
                 });
                 let reconnects = self.endpoint.counters.reconnects.get();
                 tracing::info!(
@@ -576,6 +580,11 @@ impl EndpointSupervisor {
             return;
         };
         live.state.end();
+        // A session that ends as soon as it is open is as good as one that cannot be opened; only one that
+        // was of use, or that lasted, begins the pauses anew.
+        if live.useful || live.opened.elapsed() >= RECONNECT_BACKOFF.ceiling {
+            self.failures = 0;
+        }
         let session = live.state.id();
         self.tell_lanes(|| ToLane::SessionEnded(session));
         for lane in live.book.outstanding_lanes() {
@@ -675,6 +684,7 @@ impl EndpointSupervisor {
             let mut acks = Vec::new();
             live.book.acknowledge(&mut acks);
             live.control.acknowledge(&acks);
+            live.useful = true;
         }
     }
 
