@@ -455,7 +455,7 @@ async fn a_parked_message_carries_its_own_error_also_when_it_is_parked_in_a_late
                 async move {
                     if message.key == "poison" {
                         poison.pass().await;
-                        return Err(Failure::permanent("the error of the poison"));
+                        return Err(Failure::permanent("the error of its own"));
                     }
                     neighbour.pass().await;
                     let text = format!("another error, of {}", message.key);
@@ -484,7 +484,7 @@ async fn a_parked_message_carries_its_own_error_also_when_it_is_parked_in_a_late
     .await;
     let parked = broker.messages(PARKED);
     let detail = parked[0].headers.text(provenance::DETAIL).expect("a text");
-    assert_eq!(detail, "the error of the poison");
+    assert_eq!(detail, "the error of its own");
     stop(&bus).await;
 }
 

@@ -134,8 +134,11 @@ pub(crate) struct Lane {
     alarm: Option<(Instant, SpawnHandle)>,
     /// Since when a track does not move, for snapshots.
     since: HashMap<Ticket, Instant>,
-    /// What the last failed attempt said, until its message is parked.
-    detail: String,
+    /// What the attempt that has just ended said.
+    detail: Option<String>,
+    /// What attempts said that ended after their session: should it have been the last one, the message's
+    /// copy is parked without another run.
+    late_details: HashMap<Identity, String>,
     settled: Vec<Settled>,
     /// Sessions of direct senders, to drain them too.
     direct_sessions: BTreeSet<SessionId>,
@@ -163,7 +166,8 @@ impl Lane {
             timers: BTreeMap::new(),
             alarm: None,
             since: HashMap::new(),
-            detail: String::new(),
+            detail: None,
+            late_details: HashMap::new(),
             settled: Vec::new(),
             direct_sessions: BTreeSet::new(),
             draining: BTreeSet::new(),
@@ -275,11 +279,16 @@ impl Lane {
                 attempts,
             } => {
                 self.since.insert(ticket, Instant::now());
+                let detail = self
+                    .detail
+                    .take()
+                    .or_else(|| self.late_details.remove(delivery.identity()))
+                    .unwrap_or_default();
                 let letter = DeadLetter {
                     endpoint: Arc::clone(&self.endpoint.config.name),
                     queue: Arc::clone(&self.endpoint.queue),
                     reason,
-                    detail: self.endpoint.redact(&self.detail, delivery.key()),
+                    detail: self.endpoint.redact(&detail, delivery.key()),
                     attempts,
                     given_up_at: std::time::SystemTime::now(),
                     delivery,
@@ -399,7 +408,7 @@ impl Lane {
         let result = match end {
             RunEnd::Handled => RunResult::Handled,
             RunEnd::Failed(kind, detail) => {
-                self.detail = detail;
+                self.detail = Some(detail);
                 RunResult::Failed {
                     kind,
                     chance: fastrand::f64(),
@@ -424,6 +433,17 @@ impl Lane {
             self.endpoint.counters.attempts.add(1);
         }
         self.feed(Event::Finished { ticket, result }, None);
+        // Not taken: the message is not parked now. Never left here for another one, whose key is not the
+        // one that is replaced in it.
+        if let Some(detail) = self.detail.take()
+            && Delivery::session(&run.delivery).has_ended()
+        {
+            if self.late_details.len() >= 2 * usize::from(self.endpoint.config.credits) {
+                self.late_details.clear(); // a parked message without a text, nothing worse
+            }
+            let identity = run.delivery.identity().clone();
+            self.late_details.insert(identity, detail);
+        }
     }
 
     fn settle(&mut self, delivery: Arc<Delivery>, outcome: Outcome, orphan: bool) {
