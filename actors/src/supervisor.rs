@@ -1050,7 +1050,13 @@ impl Handler<FromLane> for EndpointSupervisor {
             FromLane::Restarted => {
                 self.endpoint
                     .emit(EventKind::ActorRestarted { actor: "lane" });
-                self.session_lost("a lane was restarted".to_owned(), ctx);
+                if self.live.is_some() {
+                    self.session_lost("a lane was restarted".to_owned(), ctx);
+                } else {
+                    // Between two sessions: the lane waits for the word all the same.
+                    let session = self.last_session;
+                    self.tell_lanes(|| ToLane::SessionEnded(session));
+                }
             }
             FromLane::Died(what) => self.fail(format!("{what} panicked too often"), ctx),
         }

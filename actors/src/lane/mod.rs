@@ -144,6 +144,9 @@ pub(crate) struct Lane {
     direct_sessions: BTreeSet<SessionId>,
     /// Sessions that drain and are not quiet yet.
     draining: BTreeSet<SessionId>,
+    /// Restarted, and what it has forgotten will come again in the next session only. Until this one is
+    /// known to be over nothing of it is taken: it would start before what was forgotten.
+    forgetful: bool,
 }
 
 impl Lane {
@@ -171,6 +174,7 @@ impl Lane {
             settled: Vec::new(),
             direct_sessions: BTreeSet::new(),
             draining: BTreeSet::new(),
+            forgetful: false,
         }
     }
 
@@ -582,6 +586,7 @@ impl Supervised for Lane {
         self.machine = self.machine.successor();
         for run in self.runs.values_mut() {
             run.abort();
+            run.reported_stuck = false;
             run.ticket = self.machine.adopt_running(Arc::clone(&run.delivery));
         }
         self.effects.clear();
@@ -590,6 +595,7 @@ impl Supervised for Lane {
         self.since.clear();
         self.settled.clear();
         self.alarm = None;
+        self.forgetful = true;
         self.supervisor.do_send(FromLane::Restarted);
     }
 }
@@ -599,6 +605,7 @@ impl Handler<ToLane> for Lane {
 
     fn handle(&mut self, message: ToLane, ctx: &mut Context<Self>) {
         match message {
+            ToLane::Offer(_) if self.forgetful => {} // unsettled, so they come again
             ToLane::Offer(deliveries) => {
                 for delivery in deliveries {
                     self.feed(Event::Offered(delivery), None);
@@ -618,6 +625,9 @@ impl Handler<ToLane> for Lane {
                 self.feed(Event::Parked { ticket, settled }, None);
             }
             ToLane::SessionEnded(session) => {
+                // What was offered before this word belongs to an ended session, what is offered after it
+                // comes from a new one, and so completely.
+                self.forgetful = false;
                 self.feed(Event::SessionEnded(session), None);
                 if self.draining.contains(&session) {
                     // The machine forgets an ended session; its attempts may still run, and the drain waits
