@@ -608,7 +608,12 @@ impl Handler<ToLane> for Lane {
             ToLane::Offer(_) if self.forgetful => {} // unsettled, so they come again
             ToLane::Offer(deliveries) => {
                 for delivery in deliveries {
-                    self.feed(Event::Offered(delivery), None);
+                    // The machine may know of the end before the supervisor does (see `not_started`). It
+                    // would take this for the first message of the next session, and drop what it remembers
+                    // of the key.
+                    if !Delivery::session(&delivery).has_ended() {
+                        self.feed(Event::Offered(delivery), None);
+                    }
                 }
             }
             ToLane::Direct(delivery) => {
