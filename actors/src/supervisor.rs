@@ -258,8 +258,10 @@ pub(crate) enum FromLane {
     Paused,
     HandlersGone,
     Restarted,
-    /// A lane or the poison handler has panicked too often.
-    Died(&'static str),
+    /// The lane has panicked too often.
+    LaneDied(LaneIndex),
+    /// The poison handler has panicked too often.
+    PoisonHandlerDied,
 }
 
 /// A message that has ended.
@@ -335,6 +337,8 @@ pub struct EndpointSupervisor {
     flush_scheduled: bool,
     any_paused: bool,
     exhausted: bool,
+    /// Lanes that were given up. They report nothing any more.
+    dead_lanes: Vec<LaneIndex>,
     first_session: Vec<oneshot::Sender<Result<(), String>>>,
     first_result: Option<Result<(), String>>,
     drain: Option<Draining>,
@@ -415,6 +419,7 @@ impl EndpointSupervisor {
             flush_scheduled: false,
             any_paused: false,
             exhausted: false,
+            dead_lanes: Vec::new(),
             first_session: Vec::new(),
             first_result: None,
             drain: None,
@@ -434,9 +439,9 @@ impl EndpointSupervisor {
                 dying.emit(EventKind::Failed { reason });
             },
         );
-        let died = |what: &'static str| {
+        let died = |message: FromLane| {
             let addr = addr.clone();
-            move || addr.do_send(FromLane::Died(what))
+            move || addr.do_send(message)
         };
         let poison = {
             let (endpoint, parking, supervisor) =
@@ -445,7 +450,7 @@ impl EndpointSupervisor {
                 None,
                 intensity,
                 move |_| PoisonHandler::new(endpoint, parking, supervisor),
-                died("poison handler"),
+                died(FromLane::PoisonHandlerDied),
             )
         };
         for (number, link) in lanes.iter().enumerate() {
@@ -459,7 +464,7 @@ impl EndpointSupervisor {
                 arbiter,
                 intensity,
                 move |_| Lane::new(endpoint, own_link, supervisor, poison),
-                died("lane"),
+                died(FromLane::LaneDied(index(number))),
             ));
         }
         Ok(EndpointHandle {
@@ -803,7 +808,17 @@ impl EndpointSupervisor {
         self.begin_drain(Duration::from_secs(30), true, ctx);
     }
 
-    fn housekeeping(&mut self, _: &mut Context<Self>) {
+    fn housekeeping(&mut self, ctx: &mut Context<Self>) {
+        if let Some(drain) = &mut self.drain
+            && !self.dead_lanes.is_empty()
+            && self.endpoint.permits.taken() == 0
+        {
+            // A dead lane cannot say that it is quiet; without a permit taken nothing of it can run.
+            for lane in &self.dead_lanes {
+                drain.quiet[lane.get()] = true;
+            }
+            self.maybe_close(ctx);
+        }
         if self.any_paused
             && self
                 .live
@@ -1058,7 +1073,13 @@ impl Handler<FromLane> for EndpointSupervisor {
                     self.tell_lanes(|| ToLane::SessionEnded(session));
                 }
             }
-            FromLane::Died(what) => self.fail(format!("{what} panicked too often"), ctx),
+            FromLane::LaneDied(lane) => {
+                self.dead_lanes.push(lane);
+                self.fail("a lane panicked too often".to_owned(), ctx);
+            }
+            FromLane::PoisonHandlerDied => {
+                self.fail("the poison handler panicked too often".to_owned(), ctx);
+            }
         }
     }
 }

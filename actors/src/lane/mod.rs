@@ -577,6 +577,15 @@ impl Actor for Lane {
     type Context = Context<Self>;
 }
 
+impl Drop for Lane {
+    /// Nobody hears of their end any more, and they cannot be settled.
+    fn drop(&mut self) {
+        for run in self.runs.values() {
+            run.abort.abort();
+        }
+    }
+}
+
 impl Supervised for Lane {
     /// After a panic of the lane's own code its machine may be half changed, and the message that
     /// panicked is lost. The supervisor therefore ends the session, so that everything unsettled
