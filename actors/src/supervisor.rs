@@ -99,35 +99,47 @@ impl EndpointSpec {
     /// # Errors
     /// Each problem, naming its setting.
     pub fn check(&self) -> Result<EndpointConfig, Vec<Problem>> {
-        let name = &self.settings.name;
-        let mut problems = Vec::new();
-        let config = match self.settings.check(self.parking.is_some()) {
-            Ok(config) => Some(config),
-            Err(found) => {
-                problems = found;
-                None
-            }
-        };
-        for (setting, what) in self.handlers.problems() {
-            problems.push(Problem::new(name, setting, what));
-        }
-        let typed = self.settings.ordering.as_ref().is_some_and(|key| key.typed);
-        if self.handlers.has_selectors() && !typed {
-            problems.push(Problem::new(
-                name,
-                "ordering",
-                "a handler has a typed key, but the endpoint is not ordered by it; order by the typed key or remove it",
-            ));
-        }
-        if typed && !self.handlers.has_selectors() {
-            problems.push(Problem::new(
-                name,
-                "ordering",
-                "the key is to come from the message, but no handler has a typed key",
-            ));
-        }
-        config.filter(|_| problems.is_empty()).ok_or(problems)
+        check_endpoint(&self.settings, &self.handlers, self.parking.is_some())
     }
+}
+
+/// All problems of an endpoint's settings and handlers, also where there is no source yet. Pure.
+///
+/// # Errors
+/// Each problem, naming its setting.
+pub fn check_endpoint(
+    settings: &EndpointSettings,
+    handlers: &HandlerSet,
+    has_parking: bool,
+) -> Result<EndpointConfig, Vec<Problem>> {
+    let name = &settings.name;
+    let mut problems = Vec::new();
+    let config = match settings.check(has_parking) {
+        Ok(config) => Some(config),
+        Err(found) => {
+            problems = found;
+            None
+        }
+    };
+    for (setting, what) in handlers.problems() {
+        problems.push(Problem::new(name, setting, what));
+    }
+    let typed = settings.ordering.as_ref().is_some_and(|key| key.typed);
+    if handlers.has_selectors() && !typed {
+        problems.push(Problem::new(
+            name,
+            "ordering",
+            "a handler has a typed key, but the endpoint is not ordered by it; order by the typed key or remove it",
+        ));
+    }
+    if typed && !handlers.has_selectors() {
+        problems.push(Problem::new(
+            name,
+            "ordering",
+            "the key is to come from the message, but no handler has a typed key",
+        ));
+    }
+    config.filter(|_| problems.is_empty()).ok_or(problems)
 }
 
 /// A running endpoint. Cheap to clone; works from any thread and runtime.
