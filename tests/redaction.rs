@@ -15,9 +15,7 @@ use tracing::{Event, Metadata, Subscriber};
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
-use support::{
-    DLX, ORDERS, PARKED, Seen, envelope, plain_orders, put, snapshot, stop, within,
-};
+use support::{DLX, ORDERS, PARKED, Seen, envelope, plain_orders, put, snapshot, stop, within};
 use workload::{KEY_HEADER, Numbered};
 
 /// In every key, and nowhere else.
@@ -145,7 +143,7 @@ async fn everything_that_can_go_wrong() {
                         6 => {
                             let failure = Failure::transient(format!("shown: {key}"));
                             show("failure", &failure);
-                            let error = cx.publish_keyed(&message, key.as_str()).await;
+                            let error = cx.publish(&Unroutable(key.clone())).await;
                             show("publish", &error);
                             Ok(())
                         }
