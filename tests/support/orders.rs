@@ -152,39 +152,55 @@ pub async fn handled(bus: &Bus, count: u64) {
 
 /// Every event of a bus since it was made.
 pub struct Seen {
-    events: Arc<Mutex<Vec<Event>>>,
+    record: Arc<Mutex<Record>>,
     count: watch::Receiver<usize>,
+}
+
+struct Record {
+    receiver: broadcast::Receiver<Event>,
+    kinds: Vec<EventKind>,
+}
+
+impl Record {
+    /// Writes down everything that has happened by now.
+    fn catch_up(&mut self) {
+        loop {
+            match self.receiver.try_recv() {
+                Ok(event) => self.kinds.push(event.kind),
+                Err(broadcast::error::TryRecvError::Lagged(missed)) => {
+                    panic!("the record of events missed {missed}")
+                }
+                Err(_) => return,
+            }
+        }
+    }
 }
 
 impl Seen {
     /// Records from now on.
     pub fn of(bus: &Bus) -> Self {
-        let mut receiver = bus.events();
-        let events = Arc::new(Mutex::new(Vec::new()));
+        let record = Arc::new(Mutex::new(Record {
+            receiver: bus.events(),
+            kinds: Vec::new(),
+        }));
+        let mut news = bus.events();
         let (sender, count) = watch::channel(0);
-        let record = Arc::clone(&events);
+        let shared = Arc::clone(&record);
         tokio::spawn(async move {
-            loop {
-                match receiver.recv().await {
-                    Ok(event) => {
-                        let mut record = record.lock().unwrap_or_else(PoisonError::into_inner);
-                        record.push(event);
-                        sender.send_replace(record.len());
-                    }
-                    Err(broadcast::error::RecvError::Lagged(missed)) => {
-                        panic!("the record of events missed {missed}")
-                    }
-                    Err(broadcast::error::RecvError::Closed) => return,
-                }
+            while !matches!(news.recv().await, Err(broadcast::error::RecvError::Closed)) {
+                let mut record = shared.lock().unwrap_or_else(PoisonError::into_inner);
+                record.catch_up();
+                sender.send_replace(record.kinds.len());
             }
         });
-        Self { events, count }
+        Self { record, count }
     }
 
-    /// Everything so far.
+    /// Everything that has happened by now.
     pub fn all(&self) -> Vec<EventKind> {
-        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        events.iter().map(|event| event.kind.clone()).collect()
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        record.catch_up();
+        record.kinds.clone()
     }
 
     /// How many events so far are like this.
