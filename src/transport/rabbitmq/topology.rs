@@ -1,0 +1,221 @@
+//! Declares and checks queues and their parking places.
+//!
+//! Owns the full list of arguments with which a queue is declared. What the application declares
+//! is created, or compared with what is there: the broker compares an active declaration argument
+//! by argument, and absent is not the same as false (FACTS 16). What somebody else owns is asked for
+//! passively, which proves only that it exists. Each question uses a channel of its own, because a
+//! refusal closes the channel on which it was asked.
+
+use std::future::Future;
+
+use laneway_actors::port::SourceError;
+use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
+use lapin::{Channel, ErrorKind, ExchangeKind};
+use tokio::time::timeout;
+use tracing::debug;
+
+use super::connection::{Core, LinkError, Live, Purpose};
+use super::properties::short;
+use super::source::{refused, unavailable};
+use crate::topology::{ParkingSpec, QueueSpec, QueueType};
+
+/// Checks a queue and its parking place; creates what is declared and missing. To be called on the
+/// own runtime.
+pub(super) async fn verify(core: &Core, spec: &QueueSpec) -> Result<(), Vec<SourceError>> {
+    let live = core
+        .live(Purpose::Consuming)
+        .await
+        .map_err(|why| match why {
+            LinkError::Refused(what) => vec![refused(what, None)],
+            LinkError::Unavailable(what) => vec![unavailable(what, None)],
+        })?;
+    let mut problems = Vec::new();
+    let mut note = |result: Result<(), SourceError>| problems.extend(result.err());
+
+    note(queue(core, &live, spec).await);
+    if let Some(parking) = &spec.parking {
+        let exchange = exchange(core, &live, spec, parking).await;
+        let queue = parking_queue(core, &live, spec, parking).await;
+        let both = exchange.is_ok() && queue.is_ok();
+        note(exchange);
+        note(queue);
+        // Whether an exchange that somebody else owns leads anywhere cannot be asked; parking finds
+        // out, because its messages are mandatory.
+        if both && spec.declared {
+            note(bind(core, &live, parking).await);
+        }
+    }
+    if problems.is_empty() {
+        debug!(target: "laneway", queue = %spec.name, "queue verified");
+        Ok(())
+    } else {
+        Err(problems)
+    }
+}
+
+/// The arguments of a declared queue, all of them.
+fn arguments(spec: &QueueSpec) -> FieldTable {
+    let mut arguments = type_argument(spec.queue_type);
+    if spec.single_active_consumer {
+        arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
+    }
+    arguments
+}
+
+/// A classic queue has no type argument, so that queues declared by others compare equal.
+fn type_argument(queue_type: QueueType) -> FieldTable {
+    let mut arguments = FieldTable::default();
+    if queue_type == QueueType::Quorum {
+        arguments.insert(
+            "x-queue-type".into(),
+            AMQPValue::LongString("quorum".into()),
+        );
+    }
+    arguments
+}
+
+async fn queue(core: &Core, live: &Live, spec: &QueueSpec) -> Result<(), SourceError> {
+    let options = QueueDeclareOptions {
+        passive: !spec.declared,
+        durable: spec.durable,
+        ..QueueDeclareOptions::default()
+    };
+    let name = named("queue", &spec.name)?;
+    let arguments = arguments(spec);
+    ask(
+        core,
+        live,
+        &format!("queue `{}`", spec.name),
+        async |channel| {
+            channel
+                .queue_declare(name, options, arguments)
+                .await
+                .map(drop)
+        },
+    )
+    .await
+}
+
+async fn exchange(
+    core: &Core,
+    live: &Live,
+    spec: &QueueSpec,
+    parking: &ParkingSpec,
+) -> Result<(), SourceError> {
+    let options = ExchangeDeclareOptions {
+        passive: !spec.declared,
+        durable: true,
+        ..ExchangeDeclareOptions::default()
+    };
+    let name = named("parking exchange", &parking.exchange)?;
+    let what = format!("parking exchange `{}`", parking.exchange);
+    ask(core, live, &what, async |channel| {
+        channel
+            .exchange_declare(name, ExchangeKind::Fanout, options, FieldTable::default())
+            .await
+    })
+    .await
+}
+
+async fn parking_queue(
+    core: &Core,
+    live: &Live,
+    spec: &QueueSpec,
+    parking: &ParkingSpec,
+) -> Result<(), SourceError> {
+    let options = QueueDeclareOptions {
+        passive: !spec.declared,
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
+    let name = named("parking queue", &parking.queue)?;
+    let arguments = type_argument(spec.queue_type);
+    let what = format!("parking queue `{}`", parking.queue);
+    ask(core, live, &what, async |channel| {
+        channel
+            .queue_declare(name, options, arguments)
+            .await
+            .map(drop)
+    })
+    .await
+}
+
+async fn bind(core: &Core, live: &Live, parking: &ParkingSpec) -> Result<(), SourceError> {
+    let queue = named("parking queue", &parking.queue)?;
+    let exchange = named("parking exchange", &parking.exchange)?;
+    let what = format!(
+        "binding of parking queue `{}` to exchange `{}`",
+        parking.queue, parking.exchange
+    );
+    ask(core, live, &what, async |channel| {
+        let options = QueueBindOptions::default();
+        let key = ShortString::default();
+        channel
+            .queue_bind(queue, exchange, key, options, FieldTable::default())
+            .await
+    })
+    .await
+}
+
+/// Asks one question on a channel of its own, within the operation time-out.
+async fn ask<F>(
+    core: &Core,
+    live: &Live,
+    what: &str,
+    question: impl FnOnce(Channel) -> F,
+) -> Result<(), SourceError>
+where
+    F: Future<Output = Result<(), lapin::Error>>,
+{
+    let bound = core.settings.operation_timeout;
+    let asking = async {
+        let channel = live.connection.create_channel().await?;
+        question(channel.clone()).await?;
+        // It answered; whether it closes in order does not matter.
+        let _ = channel.close(200, "verified".into()).await;
+        Ok(())
+    };
+    match timeout(bound, asking).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(why)) => Err(source_error(what, why)),
+        Err(_) => {
+            live.retire();
+            Err(unavailable(
+                format!("{what}: the broker did not answer within {bound:?}"),
+                None,
+            ))
+        }
+    }
+}
+
+fn named(what: &str, name: &str) -> Result<ShortString, SourceError> {
+    short(name).map_err(|why| refused(format!("{what} `{name}`: {why}"), None))
+}
+
+/// What a broker's answer about a thing means for the caller.
+pub(super) fn source_error(what: &str, why: lapin::Error) -> SourceError {
+    let ErrorKind::ProtocolError(error) = why.kind() else {
+        return unavailable(format!("{what}: {why}"), Some(why));
+    };
+    let said = error.get_message().clone();
+    match error.get_id() {
+        404 => refused(
+            format!("{what} does not exist: declare it, or create it ({said})"),
+            Some(why),
+        ),
+        403 => refused(
+            format!("{what}: access refused; check the permissions of the user in `url` ({said})"),
+            Some(why),
+        ),
+        405 => refused(
+            format!("{what} belongs to another connection alone ({said})"),
+            Some(why),
+        ),
+        406 => refused(
+            format!("{what} is there, and differs from what is declared ({said})"),
+            Some(why),
+        ),
+        _ => unavailable(format!("{what}: {said}"), Some(why)),
+    }
+}
