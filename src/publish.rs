@@ -209,38 +209,43 @@ mod tests {
 
     #[tokio::test]
     async fn one_message_of_a_key_is_unconfirmed_at_a_time() {
-        let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let (gates, key) = (Arc::new(Gates::default()), key());
+        let first = gates.enter(&key).await.expect("free");
+        let mut second = Box::pin(gates.enter(&key));
+        let mut third = Box::pin(gates.enter(&key));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
-        assert!(gates.enter(&"other".into()).now_or_never().is_some());
+        assert!(
+            gates
+                .enter(&OrderingKey::from("other"))
+                .now_or_never()
+                .is_some()
+        );
         first.pass_on();
         let second = second.await.expect("its turn");
         assert!((&mut third).now_or_never().is_none());
         second.pass_on();
         third.await.expect("its turn").pass_on();
-        assert!(gates.enter(&key()).now_or_never().is_some());
+        assert!(gates.enter(&key).now_or_never().is_some());
     }
 
     #[tokio::test]
     async fn what_waits_behind_a_failed_message_is_refused() {
-        let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
+        let (gates, key) = (Arc::new(Gates::default()), key());
+        let first = gates.enter(&key).await.expect("free");
+        let mut second = Box::pin(gates.enter(&key));
         assert!((&mut second).now_or_never().is_none());
         drop(first);
         assert!(matches!(second.await, Err(PublishError::EarlierFailed)));
-        assert!(gates.enter(&key()).now_or_never().is_some());
+        assert!(gates.enter(&key).now_or_never().is_some());
     }
 
     #[tokio::test]
     async fn a_caller_that_goes_away_while_waiting_does_not_hold_up_the_next() {
-        let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let (gates, key) = (Arc::new(Gates::default()), key());
+        let first = gates.enter(&key).await.expect("free");
+        let mut second = Box::pin(gates.enter(&key));
+        let mut third = Box::pin(gates.enter(&key));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
         drop(second);
@@ -250,10 +255,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_turn_given_to_a_caller_that_goes_away_refuses_the_rest() {
-        let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let (gates, key) = (Arc::new(Gates::default()), key());
+        let first = gates.enter(&key).await.expect("free");
+        let mut second = Box::pin(gates.enter(&key));
+        let mut third = Box::pin(gates.enter(&key));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
         first.pass_on();

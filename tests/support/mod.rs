@@ -3,3 +3,4 @@
 
 pub mod broker;
 pub mod foreign;
+pub mod proxy;

@@ -29,8 +29,14 @@
 //! If the first message of that key in the next session is another one, the old head has been settled
 //! after all (its acknowledgement reached the broker before the end), and what was remembered
 //! of it is dropped.
+//!
+//! This rests on whoever offers: an *earlier* message of the key, handled already but its
+//! acknowledgement lost, would look like such another one, and the head behind it would run or be parked
+//! again. The supervisor's memory of finished messages keeps such copies away from the lane, as far as
+//! they have an id. Without ids that remains: more attempts than allowed, a second copy in the parking
+//! place; never another order.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use slab::Slab;
@@ -241,8 +247,8 @@ pub struct Machine<D> {
     next_stamp: u64,
     paused: bool,
     draining: BTreeSet<SessionId>,
-    /// Tracks that hold only a memory, oldest first; entries may be outdated.
-    remembered: VecDeque<Ticket>,
+    /// Tracks that hold only a memory, by stamp and therefore oldest first.
+    remembered: BTreeMap<u64, usize>,
     remember_at_most: usize,
     /// Deliveries that wait or run.
     depth: usize,
@@ -324,7 +330,7 @@ impl<D: Item> Machine<D> {
             next_stamp: 0,
             paused: false,
             draining: BTreeSet::new(),
-            remembered: VecDeque::new(),
+            remembered: BTreeMap::new(),
             remember_at_most,
             depth: 0,
         }
@@ -420,25 +426,7 @@ impl<D: Item> Machine<D> {
         self.depth += 1;
         let known = delivery.key().and_then(|key| self.by_key.get(key).copied());
         let Some(slot) = known else {
-            let key = delivery.key().cloned();
-            let stamp = self.stamp();
-            let attempts = match key {
-                Some(_) => 0,
-                None => delivery.earlier_attempts(),
-            };
-            let slot = self.tracks.insert(Track {
-                key: key.clone(),
-                stamp,
-                state: State::Ready {
-                    head: delivery,
-                    attempts,
-                },
-                waiting: VecDeque::new(),
-            });
-            if let Some(key) = key {
-                self.by_key.insert(key, slot);
-            }
-            self.ask(slot, effects);
+            self.open_track(delivery, effects);
             return;
         };
         self.tracks[slot].waiting.push_back(delivery);
@@ -451,33 +439,29 @@ impl<D: Item> Machine<D> {
     }
 
     fn granted(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
-        let paused = self.paused;
-        let next = self.next_stamp;
-        let Some(track) = self.current(ticket) else {
+        let (paused, stamp) = (self.paused, self.stamp());
+        if let Some(track) = self.current(ticket)
+            && let State::Ready { head, attempts } = &track.state
+            && !paused
+        {
+            let (head, attempts) = (head.clone(), attempts + 1);
+            track.stamp = stamp;
+            track.state = State::Running {
+                head: head.clone(),
+                attempts,
+                orphan: false,
+                stuck: false,
+            };
+            effects.push(Effect::Start {
+                ticket: Ticket {
+                    slot: ticket.slot,
+                    stamp,
+                },
+                delivery: head,
+                attempt: attempts,
+            });
+        } else {
             effects.push(Effect::ReturnPermit);
-            return;
-        };
-        match &track.state {
-            State::Ready { head, attempts } if !paused => {
-                let (head, attempts) = (head.clone(), attempts + 1);
-                track.stamp = next;
-                track.state = State::Running {
-                    head: head.clone(),
-                    attempts,
-                    orphan: false,
-                    stuck: false,
-                };
-                self.next_stamp += 1;
-                effects.push(Effect::Start {
-                    ticket: Ticket {
-                        slot: ticket.slot,
-                        stamp: next,
-                    },
-                    delivery: head,
-                    attempt: attempts,
-                });
-            }
-            _ => effects.push(Effect::ReturnPermit),
         }
     }
 
@@ -629,12 +613,13 @@ impl<D: Item> Machine<D> {
 
     fn session_ended(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
         self.draining.remove(&session);
+        self.forget_waiting(session);
         for slot in self.slots() {
-            self.forget_waiting(slot, session);
+            // Gone if what an earlier slot left to remember took its place.
             let Some(track) = self.tracks.get_mut(slot) else {
                 continue;
             };
-            let stamp = track.stamp;
+            let (stamp, keyless) = (track.stamp, track.key.is_none());
             match &mut track.state {
                 State::Ready { head, attempts } if head.session() == session => {
                     let (head, attempts) = (head.clone(), *attempts);
@@ -646,13 +631,17 @@ impl<D: Item> Machine<D> {
                     self.depth -= 1;
                     effects.push(Effect::Cancel(Ticket { slot, stamp }));
                 }
-                State::BackingOff { head, .. }
+                State::BackingOff { head, attempts, .. }
                     if head.as_ref().is_some_and(|head| head.session() == session) =>
                 {
-                    *head = None;
                     self.depth -= 1;
-                    if !self.tracks[slot].waiting.is_empty() {
-                        self.rejoin_backoff(slot, effects);
+                    let attempts = *attempts;
+                    match head.take() {
+                        // No copy will ever come to this track: the count goes with the message.
+                        Some(head) if keyless => {
+                            self.remember(slot, &head, attempts, Next::Run, effects);
+                        }
+                        _ => self.rejoin_backoff(slot, effects),
                     }
                 }
                 State::Parking(parking) if parking.head.session() == session && !parking.orphan => {
@@ -669,8 +658,9 @@ impl<D: Item> Machine<D> {
 
     fn drain(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
         self.draining.insert(session);
+        self.forget_waiting(session);
         for slot in self.slots() {
-            self.forget_waiting(slot, session);
+            // Gone if what an earlier slot left to remember took its place.
             let Some(track) = self.tracks.get(slot) else {
                 continue;
             };
@@ -708,6 +698,35 @@ impl<D: Item> Machine<D> {
     }
 
     // ---- transitions
+
+    /// The first message of its key, or a keyless one.
+    fn open_track(&mut self, head: D, effects: &mut Vec<Effect<D>>) {
+        let key = head.key().cloned();
+        let attempts = match key {
+            Some(_) => 0,
+            None => head.earlier_attempts(),
+        };
+        let stamp = self.stamp();
+        let slot = self.tracks.insert(Track {
+            key: key.clone(),
+            stamp,
+            state: State::Ready {
+                head: head.clone(),
+                attempts,
+            },
+            waiting: VecDeque::new(),
+        });
+        if let Some(key) = key {
+            self.by_key.insert(key, slot);
+        }
+        // A copy whose last allowed attempt failed after its session. Likeness alone would not do: it
+        // could be another message, and would be parked without ever having run.
+        if attempts >= self.policy.max_attempts.get() && head.identity().id().is_some() {
+            self.park(slot, head, PoisonReason::Failed, attempts, effects);
+        } else {
+            self.ask(slot, effects);
+        }
+    }
 
     /// Makes `head` the runnable head of its key.
     fn ready(&mut self, slot: usize, head: D, attempts: u32, effects: &mut Vec<Effect<D>>) {
@@ -758,12 +777,13 @@ impl<D: Item> Machine<D> {
             ticket: Ticket { slot, stamp },
             after: pause,
         });
-        if orphan && !self.tracks[slot].waiting.is_empty() {
+        if orphan {
             self.rejoin_backoff(slot, effects);
         }
     }
 
-    /// A key backs off without a head, and a message of it is here: the copy, or another one.
+    /// A key backs off without a head: the first message that waits, if one does, is the copy, or
+    /// another one.
     fn rejoin_backoff(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
         let track = &mut self.tracks[slot];
         let State::BackingOff { head, identity, .. } = &mut track.state else {
@@ -888,17 +908,12 @@ impl<D: Item> Machine<D> {
             attempts,
             next,
         });
-        self.remembered.push_back(Ticket { slot, stamp });
-        while self.remembered.len() > self.remember_at_most.max(1) {
-            let Some(oldest) = self.remembered.pop_front() else {
-                break;
-            };
-            let outdated = self
-                .current(oldest)
-                .is_none_or(|track| !matches!(track.state, State::Remembered(_)));
-            if !outdated && oldest.slot != slot {
-                self.remove(oldest.slot);
-            }
+        self.remembered.insert(stamp, slot);
+        // At least one, so that what was just stored is there for whoever reads it next.
+        if self.remembered.len() > self.remember_at_most.max(1)
+            && let Some((_, oldest)) = self.remembered.pop_first()
+        {
+            self.remove(oldest);
         }
     }
 
@@ -911,6 +926,7 @@ impl<D: Item> Machine<D> {
         let Some(first) = track.waiting.pop_front() else {
             return;
         };
+        self.remembered.remove(&track.stamp);
         let copy = first.is_redelivered();
         // To skip the run takes certainty; to carry a count over, likeness is enough.
         let same = copy && memory.identity.same_message(first.identity());
@@ -956,11 +972,15 @@ impl<D: Item> Machine<D> {
         self.tracks.iter().map(|(slot, _)| slot).collect()
     }
 
-    fn forget_waiting(&mut self, slot: usize, session: SessionId) {
-        let waiting = &mut self.tracks[slot].waiting;
-        let before = waiting.len();
-        waiting.retain(|delivery| delivery.session() != session);
-        self.depth -= before - waiting.len();
+    /// Drops what waits behind the heads and belongs to the session.
+    fn forget_waiting(&mut self, session: SessionId) {
+        for (_, track) in &mut self.tracks {
+            let before = track.waiting.len();
+            track
+                .waiting
+                .retain(|delivery| delivery.session() != session);
+            self.depth -= before - track.waiting.len();
+        }
     }
 
     fn remove(&mut self, slot: usize) {
@@ -990,3 +1010,6 @@ impl<D: Item> Machine<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

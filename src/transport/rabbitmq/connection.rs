@@ -19,9 +19,10 @@ use futures::StreamExt;
 use futures::future::{BoxFuture, Shared};
 use lapin::tcp::{AsyncTcpStream, OwnedTLSConfig};
 use lapin::uri::{AMQPScheme, AMQPUri};
-use lapin::{Connection, ConnectionProperties, ErrorKind, Event};
+use lapin::{Channel, Connection, ConnectionProperties, ErrorKind, Event};
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::watch;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -309,6 +310,37 @@ impl Live {
         self.socket.shut_down();
     }
 
+    /// Closes one channel, and with it the consumers on it.
+    ///
+    /// A channel may not answer because its queue does not (a quorum queue without a leader): the
+    /// close then stays pending for as long as the connection lives, and nobody else is harmed. If
+    /// the connection does not answer either, it is killed.
+    pub(super) async fn close_channel(&self, channel: &Channel, bound: Duration) {
+        if !channel.status().connected() {
+            return;
+        }
+        let mut closing = std::pin::pin!(channel.close(200, "closed".into()));
+        // The result does not matter: an error says that the channel is gone already.
+        tokio::select! {
+            _ = &mut closing => return,
+            () = self.dead.cancelled() => return,
+            () = tokio::time::sleep(bound) => {}
+        }
+        let asking = async {
+            let other = self.connection.create_channel().await?;
+            other.close(200, "asked".into()).await
+        };
+        if timeout(bound, asking).await.is_err() {
+            self.kill("the broker did not answer to closing a channel");
+            return;
+        }
+        warn!(target: "laneway", address = %self.address, "a channel does not close; its messages stay with it until it does");
+        tokio::select! {
+            _ = &mut closing => {}
+            () = self.dead.cancelled() => {}
+        }
+    }
+
     /// Closes in an orderly way, within a bound, else abruptly.
     async fn close(&self, bound: Duration) {
         self.retire();
@@ -318,7 +350,7 @@ impl Live {
         let closing = self
             .connection
             .close(200, "closed by the application".into());
-        if tokio::time::timeout(bound, closing).await.is_err() {
+        if timeout(bound, closing).await.is_err() {
             self.kill("the broker did not answer to closing it");
         }
         self.dead.cancel();
@@ -346,7 +378,7 @@ impl Live {
             let Some(reason) = reason else {
                 return std::future::pending().await;
             };
-            if tokio::time::timeout(limit, blocked.wait_for(Option::is_none))
+            if timeout(limit, blocked.wait_for(Option::is_none))
                 .await
                 .is_err()
             {
@@ -417,7 +449,7 @@ async fn open(
             async move |uri: AMQPUri, runtime: TokioRuntime| {
                 let reaching = reach(uri, runtime, socket.clone());
                 // lapin polls this on a thread of its own, which must end even if nobody waits.
-                match tokio::time::timeout(bound, reaching).await {
+                match timeout(bound, reaching).await {
                     Ok(reached) => reached.map_err(lapin::Error::from),
                     Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
                 }
@@ -426,7 +458,7 @@ async fn open(
         )
     };
     let started = Instant::now();
-    let connection = match tokio::time::timeout(bound, connecting).await {
+    let connection = match timeout(bound, connecting).await {
         Ok(Ok(connection)) => connection,
         Ok(Err(why)) => return Err(not_connected(&why, &settings)),
         Err(_) => {

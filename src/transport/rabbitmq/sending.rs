@@ -45,6 +45,7 @@ pub(super) struct Pool {
     /// One permit per channel; given in the order of the requests.
     permits: Semaphore,
     state: Mutex<PoolState>,
+    knocking: tokio::sync::Mutex<()>,
 }
 
 struct PoolState {
@@ -62,6 +63,7 @@ impl Pool {
                 free: Vec::new(),
                 answered: None,
             }),
+            knocking: tokio::sync::Mutex::new(()),
         }
     }
 
@@ -140,7 +142,14 @@ async fn ready(live: &Live, bound: Duration) -> Result<Result<SemaphorePermit<'_
         return Ok(Err(()));
     };
     if live.blocked().is_none() && !live.pool.is_fresh() {
-        knock(live, bound).await?;
+        // One for all who wait: it is one message too many that an alarm catches, at most.
+        let _one = tokio::select! {
+            one = live.pool.knocking.lock() => one,
+            reason = live.blocked_for(bound) => return Err(alarm(&reason)),
+        };
+        if live.is_usable() && live.blocked().is_none() && !live.pool.is_fresh() {
+            knock(live, bound).await?;
+        }
     }
     if live.blocked().is_some() {
         tokio::select! {
@@ -210,10 +219,13 @@ async fn open_channel(live: &Live, bound: Duration) -> Result<Channel, SendError
         opened = timeout(bound, opening) => match opened {
             Ok(Ok(channel)) => Ok(channel),
             Ok(Err(why)) => Err(not_sent(&format!("no channel: {why}"))),
-            Err(_) => {
-                live.kill("the broker did not open a channel");
-                Err(not_sent("the broker does not answer"))
-            }
+            Err(_) => Err(match live.blocked() {
+                Some(reason) => alarm(&reason),
+                None => {
+                    live.kill("the broker did not open a channel");
+                    not_sent("the broker does not answer")
+                }
+            }),
         },
         reason = live.blocked_for(bound) => Err(alarm(&reason)),
     }

@@ -101,8 +101,10 @@ pub(super) async fn open(
             ));
         }
         Err(_) => {
-            // The subscription may exist at the broker, with messages under way to nobody.
-            live.kill("the broker did not answer to a subscription");
+            // The subscription may come to be later, with messages for nobody: the channel's close
+            // is behind it and gives them back in order. Nothing worse is done to a connection that
+            // other sessions use, because it may be this one queue that does not answer.
+            tokio::spawn(async move { live.close_channel(&channel, bound).await });
             return Err(no_answer(&spec.name, "subscribing", bound));
         }
     };
@@ -348,27 +350,24 @@ async fn keep(keeper: Keeper, closed: CancellationToken) {
             shared.lock_life().closing = true;
         }
     }
-    let status = keeper.channel.status();
-    if status.connected() {
-        let closing = keeper.channel.close(200, "session closed".into());
-        let given_up = async {
-            tokio::select! {
-                () = keeper.live.dead.cancelled() => {}
-                () = tokio::time::sleep(keeper.bound) => {
-                    keeper.live.kill("the broker did not answer to closing a channel");
-                }
-            }
-        };
-        tokio::select! {
-            // An error says that the channel is gone already.
-            _ = closing => {}
-            () = given_up => {}
-        }
-    }
+    let closing = tokio::spawn(async move {
+        keeper
+            .live
+            .close_channel(&keeper.channel, keeper.bound)
+            .await;
+        // Only now: the channel is closed, so this cancels nothing any more.
+        drop(keeper.consumer);
+    });
+    // It may go on, but who closes does not wait for ever.
+    let answered = timeout(keeper.bound, closing).await.is_ok();
     keeper.state.end();
-    debug!(target: "laneway", queue = %keeper.queue, session = %keeper.state.id(), "session closed");
-    // The channel is closed, so this cancels nothing any more.
-    drop(keeper.consumer);
+    debug!(
+        target: "laneway",
+        queue = %keeper.queue,
+        session = %keeper.state.id(),
+        answered,
+        "session closed"
+    );
     drop(closed);
 }
 

@@ -1,0 +1,85 @@
+//! Proof of the lane machine, in three parts.
+//!
+//! - `interleavings`: one hand-written story per promise.
+//! - `world`: a broker, permits, timers and a parking place around one machine, driven at random, and
+//!   a naive model that says what must hold. `property` runs it.
+//! - `mutants`: machines that are broken on purpose. The property must find each of them.
+
+mod interleavings;
+mod mutants;
+mod property;
+mod world;
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use super::*;
+use crate::envelope::{Envelope, MessageId};
+use crate::policy::Backoff;
+
+/// A delivery as small as the machine allows.
+#[derive(Debug, Clone, PartialEq)]
+struct Msg {
+    /// Which message; only for the tests, the machine cannot see it.
+    number: usize,
+    key: Option<OrderingKey>,
+    session: SessionId,
+    identity: Identity,
+    redelivered: bool,
+    earlier: u32,
+}
+
+impl Msg {
+    /// The copy that a later session gives.
+    fn again(&self, session: SessionId) -> Self {
+        Self {
+            session,
+            redelivered: true,
+            ..self.clone()
+        }
+    }
+}
+
+impl Item for Msg {
+    fn key(&self) -> Option<&OrderingKey> {
+        self.key.as_ref()
+    }
+
+    fn session(&self) -> SessionId {
+        self.session
+    }
+
+    fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    fn is_redelivered(&self) -> bool {
+        self.redelivered
+    }
+
+    fn earlier_attempts(&self) -> u32 {
+        self.earlier
+    }
+}
+
+fn identity(id: Option<&str>, body: &str) -> Identity {
+    Identity::of(&Envelope {
+        id: id.map(MessageId::from),
+        body: body.to_owned().into(),
+        ..Envelope::default()
+    })
+}
+
+/// The pause after every failed attempt.
+const PAUSE: Duration = Duration::from_secs(1);
+
+fn policy(max_attempts: u32) -> Policy {
+    Policy {
+        max_attempts: NonZeroU32::new(max_attempts).expect("tests allow at least one attempt"),
+        backoff: Backoff::constant(PAUSE),
+    }
+}
+
+fn failed(kind: FailureKind) -> RunResult {
+    RunResult::Failed { kind, chance: 0.5 }
+}
