@@ -158,7 +158,10 @@ async fn run(amqp: Option<String>) -> Result<(), Box<dyn std::error::Error>> {
     }
 
     // A lane takes only its own keys, and nothing during a drain.
-    let (mine, other) = (OrderingKey::from(1_u64), some_key_of_another_lane(&endpoint));
+    let (mine, other) = (
+        OrderingKey::from(1_u64),
+        some_key_of_another_lane(&endpoint),
+    );
     let wrong = endpoint.lane_of(&mine).try_send(reading_for(&other));
     assert!(matches!(wrong, Err(SendError::WrongLane { .. })));
     let lane = endpoint.lane_of(&mine);

@@ -14,7 +14,7 @@ Exit status: 0 if nothing was lost, no event overtook another of its order, no t
 exactly the poison events were parked; 1 otherwise. After SIGTERM or Ctrl-C the run drains and ends
 with 0 if that held so far and every running handler finished; a run on RabbitMQ can then be
 continued, as standard error says.")]
-pub struct Options {
+pub(crate) struct Options {
     /// How many events
     #[arg(long, value_name = "N", default_value_t = 50_000,
           value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
@@ -44,7 +44,12 @@ pub struct Options {
     pub amqp: Option<String>,
 
     /// The kind of the queues on RabbitMQ
-    #[arg(long, value_name = "TYPE", default_value = "classic", requires = "amqp")]
+    #[arg(
+        long,
+        value_name = "TYPE",
+        default_value = "classic",
+        requires = "amqp"
+    )]
     pub queue_type: Kind,
 
     /// Name of the run, and of its queues. An interrupted run of this name is continued
@@ -62,7 +67,7 @@ pub struct Options {
 
 /// The kind of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// One node holds it.
     Classic,
     /// Replicated by a log.
@@ -80,7 +85,7 @@ impl From<Kind> for QueueType {
 
 impl Options {
     /// Reads the command line; ends the process with a message if it is wrong.
-    pub fn read() -> Self {
+    pub(crate) fn read() -> Self {
         let options = Self::parse();
         let wrong = if options.keys > options.messages {
             format!(

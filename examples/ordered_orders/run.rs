@@ -13,7 +13,7 @@ use crate::work::OrderEvent;
 
 /// What earlier processes of the run have done, as their ledgers say.
 #[derive(Default)]
-pub struct Earlier {
+pub(crate) struct Earlier {
     pub handled: Vec<OrderEvent>,
     pub parked: Vec<OrderEvent>,
     /// For each order: its last event that is known to be published.
@@ -25,7 +25,7 @@ pub struct Earlier {
 }
 
 /// This process's part of a run.
-pub struct Run {
+pub(crate) struct Run {
     pub id: String,
     pub ledger: OrderLedger,
     pub earlier: Earlier,
@@ -47,7 +47,7 @@ struct Plan {
 
 impl Run {
     /// Begins a run, or continues the one of this name.
-    pub fn open(options: &Options) -> Result<Self, String> {
+    pub(crate) fn open(options: &Options) -> Result<Self, String> {
         let fresh = || format!("{}-{:08x}", std::process::id(), fastrand::u32(..));
         let id = options.run.clone().unwrap_or_else(fresh);
         // On RabbitMQ the messages outlive this process; so does the ledger, to continue with.
@@ -88,7 +88,7 @@ impl Run {
     }
 
     /// The arguments that continue it.
-    pub fn to_continue(&self, options: &Options) -> String {
+    pub(crate) fn to_continue(&self, options: &Options) -> String {
         let ledger = match (&options.ledger, &self.folder) {
             (Some(_), Some(folder)) => format!(" --ledger {}", folder.display()),
             _ => String::new(), // found again by the run's name
@@ -96,8 +96,16 @@ impl Run {
         format!("--run {}{ledger}", self.id)
     }
 
+    /// Removes what nobody needs when the run could not start: a ledger that nobody asked to keep, unless an
+    /// earlier process wrote to it.
+    pub(crate) fn remove_unused(&self) {
+        if self.earlier.pids.is_empty() {
+            self.remove_temporary();
+        }
+    }
+
     /// Removes a ledger that nobody asked to keep.
-    pub fn remove_temporary(&self) {
+    pub(crate) fn remove_temporary(&self) {
         if let (true, Some(folder)) = (self.temporary, &self.folder)
             && let Err(error) = fs::remove_dir_all(folder)
         {
@@ -194,7 +202,8 @@ impl Earlier {
             return;
         };
         let index = usize::try_from(order).unwrap_or(usize::MAX);
-        let (Some(known), Some(recorded)) = (self.published.get_mut(index), recorded.get_mut(index))
+        let (Some(known), Some(recorded)) =
+            (self.published.get_mut(index), recorded.get_mut(index))
         else {
             return;
         };

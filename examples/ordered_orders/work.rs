@@ -1,8 +1,10 @@
 //! What is to be done, what is done, and the handlers that do it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use laneway::PublishError;
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
 use serde::{Deserialize, Serialize};
@@ -13,7 +15,7 @@ use crate::run::Earlier;
 
 /// Something happened to an order.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct OrderEvent {
+pub(crate) struct OrderEvent {
     /// The order: the ordering key.
     pub order: u64,
     /// Number of the event within its order, from 1.
@@ -25,7 +27,7 @@ impl Message for OrderEvent {
 }
 
 /// The work of this run, shared by publisher, handlers and display.
-pub struct Work {
+pub(crate) struct Work {
     pub ledger: OrderLedger,
     messages: u64,
     keys: u64,
@@ -42,10 +44,11 @@ pub struct Work {
     /// When the last handler returned, in nanoseconds since `began`.
     last_end: AtomicU64,
     all_done: Notify,
+    complained: Mutex<Option<Instant>>,
 }
 
 impl Work {
-    pub fn new(options: &Options, ledger: OrderLedger, earlier: &Earlier) -> Self {
+    pub(crate) fn new(options: &Options, ledger: OrderLedger, earlier: &Earlier) -> Self {
         let work = Self {
             ledger,
             messages: options.messages,
@@ -53,13 +56,16 @@ impl Work {
             poison: options.poison,
             handler_ms: options.handler_ms,
             began: Instant::now(),
-            done: (0..options.messages).map(|_| AtomicBool::new(false)).collect(),
+            done: (0..options.messages)
+                .map(|_| AtomicBool::new(false))
+                .collect(),
             done_count: AtomicU64::new(0),
             parked_count: AtomicU64::new(0),
             running: AtomicU64::new(0),
             attempts: AtomicU64::new(0),
             last_end: AtomicU64::new(0),
             all_done: Notify::new(),
+            complained: Mutex::new(None),
         };
         for event in &earlier.handled {
             work.finish(event);
@@ -71,12 +77,12 @@ impl Work {
         work
     }
 
-    pub fn keys(&self) -> u64 {
+    pub(crate) fn keys(&self) -> u64 {
         self.keys
     }
 
     /// How many events an order has.
-    pub fn events_of(&self, order: u64) -> u64 {
+    pub(crate) fn events_of(&self, order: u64) -> u64 {
         self.messages / self.keys + u64::from(order < self.messages % self.keys)
     }
 
@@ -111,11 +117,23 @@ impl Work {
     }
 
     /// Waits until every event was handled or parked.
-    pub async fn all_done(&self) {
+    pub(crate) async fn all_done(&self) {
         let mut notified = std::pin::pin!(self.all_done.notified());
         notified.as_mut().enable();
         if self.done_count.load(Relaxed) < self.messages {
             notified.await;
+        }
+    }
+
+    /// Says on standard error that an event could not be published, not more than once a second.
+    pub(crate) fn complain(&self, error: &PublishError) {
+        let mut last = self
+            .complained
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|at| at.elapsed() > Duration::from_secs(1)) {
+            *last = Some(Instant::now());
+            eprintln!("{error}; trying again");
         }
     }
 
@@ -124,13 +142,13 @@ impl Work {
     }
 
     /// The time since the last handler returned.
-    pub fn since_last_end(&self) -> Duration {
+    pub(crate) fn since_last_end(&self) -> Duration {
         Duration::from_nanos(self.nanos().saturating_sub(self.last_end.load(Relaxed)))
     }
 }
 
 /// Handles the events of the queue of orders.
-pub struct Ship(pub std::sync::Arc<Work>);
+pub(crate) struct Ship(pub std::sync::Arc<Work>);
 
 impl Handler<OrderEvent> for Ship {
     async fn handle(&self, event: OrderEvent, cx: Context) -> Result<(), Failure> {
@@ -156,7 +174,7 @@ impl Handler<OrderEvent> for Ship {
 }
 
 /// Notes what arrives in the parking queue: a queue like any other.
-pub struct NoteParked(pub std::sync::Arc<Work>);
+pub(crate) struct NoteParked(pub std::sync::Arc<Work>);
 
 impl Handler<OrderEvent> for NoteParked {
     async fn handle(&self, event: OrderEvent, _: Context) -> Result<(), Failure> {

@@ -52,13 +52,13 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use laneway_actors::port::{Parking, Publisher, Source};
+use laneway_actors::port::{Parking, Publisher, Source, SourceError};
 
 use self::connection::Core;
 use self::parking::QueueParking;
 use self::publisher::BrokerPublisher;
 use self::source::QueueSource;
-use crate::topology::QueueSpec;
+use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
 mod connection;
@@ -181,6 +181,52 @@ impl RabbitMq {
             .get_or_init(|| Err("the RabbitMq handle has been closed".to_owned()));
         if let Ok(core) = core {
             core.close().await;
+        }
+    }
+
+    /// Number of messages that are ready in a queue: in it, and not handed to a consumer.
+    ///
+    /// # Errors
+    /// When the broker cannot be reached, or the queue does not exist.
+    pub async fn ready(&self, queue: &str) -> Result<u32, SourceError> {
+        let core = self.core().map_err(|why| source::refused(why, None))?;
+        let asking = {
+            let (core, queue) = (Arc::clone(&core), queue.to_owned());
+            async move { topology::ready(&core, &queue).await }
+        };
+        let answer = core.run(asking).await;
+        answer.unwrap_or_else(|| Err(source::stopped()))
+    }
+
+    /// Deletes the declared queues of a topology **with every message in them**, their parking queues
+    /// and parking exchanges. Queues that somebody else owns ([`Topology::existing_queue`]) and
+    /// their parking places are left alone. What does not exist counts as deleted.
+    ///
+    /// For tests and tools: a running program has no reason to delete its queues, and a quorum queue
+    /// must not be deleted and declared again while it has consumers.
+    ///
+    /// # Errors
+    /// One for each queue that could not be deleted with everything that belongs to it.
+    pub async fn delete(&self, topology: &Topology) -> Result<(), Vec<SourceError>> {
+        let core = self
+            .core()
+            .map_err(|why| vec![source::refused(why, None)])?;
+        let declared = topology.queues().iter().filter(|queue| queue.declared);
+        let declared: Vec<_> = declared.cloned().collect();
+        let deleting = {
+            let core = Arc::clone(&core);
+            async move {
+                let mut problems = Vec::new();
+                for queue in &declared {
+                    problems.extend(topology::delete(&core, queue).await.err());
+                }
+                problems
+            }
+        };
+        match core.run(deleting).await {
+            Some(problems) if problems.is_empty() => Ok(()),
+            Some(problems) => Err(problems),
+            None => Err(vec![source::stopped()]),
         }
     }
 
