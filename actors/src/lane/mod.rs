@@ -333,6 +333,9 @@ impl Lane {
             Effect::Quiet(session) => {
                 // Reported after each end; nothing starts any more, so the first report is the last word.
                 if self.draining.remove(&session) && self.draining.is_empty() {
+                    // First the end that made it quiet: the supervisor closes the session on the last
+                    // lane's report, and what it hears of later cannot be acknowledged any more.
+                    self.tell_settled();
                     self.supervisor.do_send(FromLane::Quiet(self.link.index()));
                 }
             }
@@ -448,12 +451,17 @@ impl Lane {
         self.endpoint.fingerprint(delivery.key())
     }
 
-    /// After each message: tell the supervisor what ended, and set the alarm.
-    fn finish_pass(&mut self, ctx: &mut Context<Self>) {
+    /// Tells the supervisor what ended.
+    fn tell_settled(&mut self) {
         if !self.settled.is_empty() {
             let settled = std::mem::take(&mut self.settled);
             self.supervisor.do_send(FromLane::Settled(settled));
         }
+    }
+
+    /// After each message: tell the supervisor what ended, and set the alarm.
+    fn finish_pass(&mut self, ctx: &mut Context<Self>) {
+        self.tell_settled();
         self.link.publish_load(self.machine.tracks());
         let sweep = (!self.runs.is_empty()).then(|| Instant::now() + SWEEP);
         let timer = self.timers.keys().next().map(|&(at, _)| at);
