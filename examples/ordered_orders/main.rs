@@ -118,7 +118,14 @@ async fn main() -> ExitCode {
 async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
     let broker = match &options.amqp {
         None => Broker::Memory(MemoryBroker::new()),
-        Some(url) => Broker::RabbitMq(RabbitMq::at(url)),
+        Some(url) => {
+            let rabbitmq = RabbitMq::at(url);
+            rabbitmq.check().map_err(|problems| {
+                let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
+                format!("--amqp: {}", problems.join("; "))
+            })?;
+            Broker::RabbitMq(rabbitmq)
+        }
     };
     let run = Run::open(options)?;
     let names = Names::of(&run);
@@ -170,14 +177,9 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
     };
 
     let complete = work.done_count.load(Relaxed) == options.messages;
-    // An interrupted run leaves its queues, and its messages in them.
-    let waiting = match (&broker, complete) {
-        (_, true) => 0,
-        (Broker::Memory(memory), false) => memory.status(&names.orders).total() as u64,
-        (Broker::RabbitMq(rabbitmq), false) => rabbitmq.ready(&names.orders).await?.into(),
-    };
+    // An interrupted run leaves its queues, and the messages in them.
     let waiting = if stop.is_cancelled() && !complete {
-        Some(waiting)
+        Some(waiting_at(&broker, &names).await?)
     } else {
         None
     };
@@ -190,7 +192,7 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
         trouble,
     );
     match &broker {
-        Broker::RabbitMq(_) if !complete && waiting.is_some() => {
+        Broker::RabbitMq(_) if waiting.is_some() => {
             eprintln!(
                 "stopped; what is left waits in `{}`. To continue: the same command with {}",
                 names.orders,
@@ -212,6 +214,18 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
         }
     }
     Ok(report)
+}
+
+/// Messages in the queues of the run.
+async fn waiting_at(broker: &Broker, names: &Names) -> Result<u64, Box<dyn std::error::Error>> {
+    let mut waiting = 0;
+    for queue in [&names.orders, &names.parked] {
+        waiting += match broker {
+            Broker::Memory(memory) => memory.status(queue).total() as u64,
+            Broker::RabbitMq(rabbitmq) => rabbitmq.ready(queue).await?.into(),
+        };
+    }
+    Ok(waiting)
 }
 
 /// Resolves when deliveries flow and yet no handler was called for [`SILENCE`]. (A broker that is away is

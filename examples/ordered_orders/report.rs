@@ -28,21 +28,21 @@ struct Object {
     seconds: f64,
     /// `null` for a run that is incomplete, or in which order did not hold.
     messages_per_second: Option<f64>,
-    /// Without those that wait in the queue, if the run was interrupted.
+    /// Without those that wait in the queues, if the run was interrupted.
     lost: u64,
     inversions: u64,
     overlaps: u64,
     duplicates: u64,
     parked: u64,
     attempts: u64,
-    /// Only of an interrupted run: messages that wait in the queue.
+    /// Only of an interrupted run: messages that wait in its queues.
     #[serde(skip_serializing_if = "Option::is_none")]
     waiting: Option<u64>,
 }
 
 impl Report {
     /// `tail` is the time from the end of the last handler to the last settle. `waiting` is the
-    /// number of messages left in the queue by a run that was interrupted.
+    /// number of messages left in the queues by a run that was interrupted.
     pub(crate) fn new(
         options: &Options,
         figures: Figures,
@@ -139,7 +139,7 @@ impl Report {
             HumanCount(self.poison)
         );
         if let Some(waiting) = self.object.waiting {
-            println!("waiting     {} in the queue", HumanCount(waiting));
+            println!("waiting     {} in the queues", HumanCount(waiting));
         }
         println!("lost        {}", HumanCount(self.object.lost));
         println!(
