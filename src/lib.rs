@@ -93,7 +93,7 @@ pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
 pub use topology::{QueueSpec, QueueType, Topology};
 
-/// The programs of the README are compiled and run as tests.
+/// The program of the README is compiled as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -201,7 +201,7 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
         }
         Broker::RabbitMq(rabbitmq) => {
             let topology = names.describe(Topology::default(), options);
-            for error in rabbitmq.delete(&topology).await.err().into_iter().flatten() {
+            if let Err(error) = rabbitmq.delete(&topology).await {
                 eprintln!("cannot remove what this run declared: {error}");
             }
             run.remove_temporary();

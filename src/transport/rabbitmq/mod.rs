@@ -206,28 +206,23 @@ impl RabbitMq {
     /// must not be deleted and declared again while it has consumers.
     ///
     /// # Errors
-    /// One for each queue that could not be deleted with everything that belongs to it.
-    pub async fn delete(&self, topology: &Topology) -> Result<(), Vec<SourceError>> {
-        let core = self
-            .core()
-            .map_err(|why| vec![source::refused(why, None)])?;
+    /// The first of what could not be deleted; the rest is deleted all the same.
+    pub async fn delete(&self, topology: &Topology) -> Result<(), SourceError> {
+        let core = self.core().map_err(|why| source::refused(why, None))?;
         let declared = topology.queues().iter().filter(|queue| queue.declared);
         let declared: Vec<_> = declared.cloned().collect();
         let deleting = {
             let core = Arc::clone(&core);
             async move {
-                let mut problems = Vec::new();
+                let mut result = Ok(());
                 for queue in &declared {
-                    problems.extend(topology::delete(&core, queue).await.err());
+                    result = result.and(topology::delete(&core, queue).await);
                 }
-                problems
+                result
             }
         };
-        match core.run(deleting).await {
-            Some(problems) if problems.is_empty() => Ok(()),
-            Some(problems) => Err(problems),
-            None => Err(vec![source::stopped()]),
-        }
+        let answer = core.run(deleting).await;
+        answer.unwrap_or_else(|| Err(source::stopped()))
     }
 
     fn with(settings: Settings) -> Self {

@@ -212,18 +212,22 @@ pub(super) async fn ready(core: &Core, queue: &str) -> Result<u32, SourceError> 
 /// runtime.
 pub(super) async fn delete(core: &Core, spec: &QueueSpec) -> Result<(), SourceError> {
     let live = administrative(core).await?;
-    delete_queue(core, &live, &spec.name).await?;
+    let mut result = delete_queue(core, &live, &spec.name).await;
     if let Some(parking) = &spec.parking {
-        delete_queue(core, &live, &parking.queue).await?;
-        let name = named("parking exchange", &parking.exchange)?;
-        let what = format!("parking exchange `{}`", parking.exchange);
-        ask(core, &live, &what, async |channel| {
-            let options = ExchangeDeleteOptions::default();
-            channel.exchange_delete(name, options).await
-        })
-        .await?;
+        result = result.and(delete_queue(core, &live, &parking.queue).await);
+        result = result.and(delete_exchange(core, &live, &parking.exchange).await);
     }
-    Ok(())
+    result
+}
+
+async fn delete_exchange(core: &Core, live: &Live, exchange: &str) -> Result<(), SourceError> {
+    let name = named("parking exchange", exchange)?;
+    let what = format!("parking exchange `{exchange}`");
+    ask(core, live, &what, async |channel| {
+        let options = ExchangeDeleteOptions::default();
+        channel.exchange_delete(name, options).await
+    })
+    .await
 }
 
 /// A queue that does not exist counts as deleted.
