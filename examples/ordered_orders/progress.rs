@@ -48,10 +48,8 @@ impl Progress {
 }
 
 fn style() -> ProgressStyle {
-    ProgressStyle::with_template(
-        "{bar:30} {human_pos}/{human_len} events  {per_sec}  {msg}  {elapsed}, {eta} left",
-    )
-    .expect("cannot fail because the template is well-formed")
+    ProgressStyle::with_template("{wide_bar} {human_pos}/{human_len}  {msg}  {eta} left")
+        .expect("cannot fail because the template is well-formed")
 }
 
 async fn draw(work: Arc<Work>, bar: ProgressBar) {
@@ -59,7 +57,7 @@ async fn draw(work: Arc<Work>, bar: ProgressBar) {
     loop {
         ticks.tick().await;
         bar.set_position(work.done_count.load(Relaxed));
-        bar.set_message(state(&work));
+        bar.set_message(format!("{:.0}/s  {}", bar.per_sec(), state(&work)));
     }
 }
 
