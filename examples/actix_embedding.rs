@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use actix::prelude::*;
+use actix::prelude::{Actor, ResponseFuture, System};
 use laneway::actors::port::{Destination, Outgoing};
 use laneway::actors::{
     ConfigActor, Delivery, EndpointHandle, EndpointSettings, EndpointSpec, EndpointSupervisor,
@@ -44,7 +44,7 @@ struct Gateway {
 }
 
 impl Actor for Gateway {
-    type Context = Context<Self>;
+    type Context = actix::Context<Self>;
 }
 
 #[derive(actix::Message)]
@@ -54,7 +54,7 @@ struct Send(Reading);
 impl actix::Handler<Send> for Gateway {
     type Result = ResponseFuture<Result<(), SendError>>;
 
-    fn handle(&mut self, Send(reading): Send, _: &mut Context<Self>) -> Self::Result {
+    fn handle(&mut self, Send(reading): Send, _: &mut actix::Context<Self>) -> Self::Result {
         let key = OrderingKey::from(reading.meter);
         let lane = self.endpoint.lane_of(&key);
         let settled = self.settled.clone();

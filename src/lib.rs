@@ -1,7 +1,75 @@
-//! Laneway runs message handlers **in order within a key and in parallel across keys**, and keeps that
-//! order when handlers fail, processes die and connections drop.
+//! Laneway runs message handlers **in order within a key and in parallel across keys**, from RabbitMQ
+//! or from a broker embedded in the process, and keeps that order when handlers fail, processes die and
+//! connections drop.
+//!
+//! ```text
+//! publisher ──► queue ──► endpoint ──► lanes ──► handlers        one key: one at a time, in order
+//!                            │                                   many keys: at the same time
+//!                            └── poison ──► parking place
+//! ```
+//!
+//! # Start here
+//! ```
+//! use laneway::prelude::*;
+//! use serde::{Deserialize, Serialize};
+//! use tokio::sync::mpsc;
+//!
+//! #[derive(Serialize, Deserialize)]
+//! struct Moved { device: String, position: u64 }
+//! impl Message for Moved { const TYPE: &'static str = "moved"; }
+//!
+//! # #[tokio::main]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (seen, mut positions) = mpsc::unbounded_channel();
+//! let bus = Bus::builder()
+//!     .memory(MemoryBroker::new()) // or: .rabbitmq(RabbitMq::at("amqp://localhost:5672"))
+//!     .topology(|t| t.queue("moves", |q| q.single_active_consumer().parking("moves-dlx", "moves-parked")))
+//!     .endpoint("moves", |e| {
+//!         e.ordered_by_header("device")
+//!             .transport_affinity(TransportAffinity::SingleActiveConsumer)
+//!             .handler(move |moved: Moved, _: Context| {
+//!                 let seen = seen.clone();
+//!                 async move {
+//!                     seen.send(moved.position)?;
+//!                     Ok(())
+//!                 }
+//!             })
+//!     })
+//!     .publishes::<Moved>(|r| r.to_queue("moves").keyed_by(|moved| moved.device.clone()))
+//!     .build()?
+//!     .start()
+//!     .await?;
+//!
+//! for position in 1..=3 {
+//!     bus.publish(&Moved { device: "drill".into(), position }).await?;
+//! }
+//! for expected in 1..=3 {
+//!     assert_eq!(positions.recv().await, Some(expected));
+//! }
+//! bus.shutdown(std::time::Duration::from_secs(5)).await;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [`Bus::builder`] describes, [`build`](BusBuilder::build) checks without I/O and lists every problem at
+//! once, [`start`](ReadyBus::start) checks the world and begins, [`run_until`](Bus::run_until) ends with a
+//! drain.
+//!
+//! # Guides
+//! - [`docs::ordering`]: choosing a key; what order means and does not
+//! - [`docs::failure`]: attempts, back-off, parking; what an operator sees
+//! - [`docs::shutdown`]: the steps of a drain
+//! - [`actors`]: the glossary, the supervision tree, the invariants; embedding in an actix `System`
+//! - [`transport::memory`]: the embedded broker, also as a test kit; [`testing`]: the order ledger
+//!
+//! The guarantees, and the limits that stand beside them, are in the README.
+//!
+//! # Features
+//! - `rabbitmq` (default): the RabbitMQ transport.
+//! - `tls`: `amqps://` for it.
 
 mod bus;
+pub mod docs;
 mod endpoint;
 mod host;
 pub mod prelude;
@@ -24,3 +92,8 @@ pub use laneway_actors::{
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
 pub use topology::{QueueSpec, QueueType, Topology};
+
+/// The program of the README is compiled as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

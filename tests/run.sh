@@ -27,12 +27,10 @@ die() {
     exit 1
 }
 
-# shellcheck disable=SC2034  # for the lines of the examples below
 counts='--messages 20000 --keys 500 --concurrency 16'
 while (($# > 0)); do
     case $1 in
     --soak)
-        # shellcheck disable=SC2034
         counts='--messages 200000 --keys 5000 --concurrency 16'
         export LANEWAY_SOAK=1
         ;;
@@ -47,10 +45,14 @@ done
 
 # ---- The examples ---------------------------------------------------------------------------
 # One line each: the name and its arguments. They check themselves, and exit non-zero if what they
-# show is not so. "$counts" are the messages, keys and concurrency of this run. To add one:
-#     "ordered_orders --transport classic $counts --json"
-# A file in examples/ that stands in no line is a failed step.
+# show is not so. "$counts" are the messages, keys and concurrency of this run; the word @amqp stands
+# for the broker's URL, which is never printed. A file in examples/ that stands in no line is a failed
+# step.
 examples=(
+    "actix_embedding"
+    "ordered_orders $counts --poison 20 --json"
+    "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type classic"
+    "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type quorum"
 )
 
 # ---- Cleaning up ----------------------------------------------------------------------------
@@ -296,6 +298,7 @@ run_examples() {
     done
     for line in "${examples[@]}"; do
         read -r -a words <<<"$line"
+        words=("${words[@]/#@amqp/$LANEWAY_AMQP_URL}")
         step "example $line" \
             cargo run --locked --release --quiet --example "${words[0]}" -- "${words[@]:1}"
     done

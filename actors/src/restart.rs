@@ -1,7 +1,7 @@
 //! Restart of an actor that panicked: back-off, intensity, escalation.
 //!
 //! `actix::Supervisor` restarts an actor after `stop()`, not after a panic, and a panic drops the
-//! actor with everything in its mailbox. [`start`] polls the actor's future inside `catch_unwind`
+//! actor with everything in its mailbox. `start` polls the actor's future inside `catch_unwind`
 //! instead: after a panic the actor's value and its mailbox are kept, `restarting()` is called so that
 //! it rebuilds what may be half changed, and it goes on. Past the intensity it is given up and
 //! `on_death` is called, which escalates.

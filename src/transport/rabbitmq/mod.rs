@@ -52,13 +52,13 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use laneway_actors::port::{Parking, Publisher, Source};
+use laneway_actors::port::{Parking, Publisher, Source, SourceError};
 
 use self::core::Core;
 use self::parking::QueueParking;
 use self::publisher::BrokerPublisher;
 use self::source::QueueSource;
-use crate::topology::QueueSpec;
+use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
 mod connection;
@@ -183,6 +183,47 @@ impl RabbitMq {
         if let Ok(core) = core {
             core.close().await;
         }
+    }
+
+    /// Number of messages that are ready in a queue: in it, and not handed to a consumer.
+    ///
+    /// # Errors
+    /// When the broker cannot be reached, or the queue does not exist.
+    pub async fn ready(&self, queue: &str) -> Result<u32, SourceError> {
+        let core = self.core().map_err(|why| source::refused(why, None))?;
+        let asking = {
+            let (core, queue) = (Arc::clone(&core), queue.to_owned());
+            async move { topology::ready(&core, &queue).await }
+        };
+        let answer = core.run(asking).await;
+        answer.unwrap_or_else(|| Err(source::stopped()))
+    }
+
+    /// Deletes the declared queues of a topology **with every message in them**, their parking queues
+    /// and parking exchanges. Queues that somebody else owns ([`Topology::existing_queue`]) and
+    /// their parking places are left alone. What does not exist counts as deleted.
+    ///
+    /// For tests and tools: a running program has no reason to delete its queues, and a quorum queue
+    /// must not be deleted and declared again while it has consumers.
+    ///
+    /// # Errors
+    /// The first of what could not be deleted; the rest is deleted all the same.
+    pub async fn delete(&self, topology: &Topology) -> Result<(), SourceError> {
+        let core = self.core().map_err(|why| source::refused(why, None))?;
+        let declared = topology.queues().iter().filter(|queue| queue.declared);
+        let declared: Vec<_> = declared.cloned().collect();
+        let deleting = {
+            let core = Arc::clone(&core);
+            async move {
+                let mut result = Ok(());
+                for queue in &declared {
+                    result = result.and(topology::delete(&core, queue).await);
+                }
+                result
+            }
+        };
+        let answer = core.run(deleting).await;
+        answer.unwrap_or_else(|| Err(source::stopped()))
     }
 
     fn with(settings: Settings) -> Self {

@@ -90,6 +90,6 @@ pub(super) fn unavailable(what: String, source: Option<lapin::Error>) -> SourceE
     }
 }
 
-fn stopped() -> SourceError {
+pub(super) fn stopped() -> SourceError {
     unavailable("the connections have been shut down".to_owned(), None)
 }

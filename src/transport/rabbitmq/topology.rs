@@ -1,4 +1,4 @@
-//! Declares and checks queues and their parking places.
+//! Declares, checks and deletes queues and their parking places.
 //!
 //! Owns the full list of arguments with which a queue is declared. What the application declares
 //! is created, or compared with what is there: the broker compares an active declaration argument
@@ -7,9 +7,13 @@
 //! refusal closes the channel on which it was asked.
 
 use std::future::Future;
+use std::sync::Arc;
 
 use laneway_actors::port::SourceError;
-use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::options::{
+    ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
+    QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, ErrorKind, ExchangeKind};
 use tokio::time::timeout;
@@ -24,13 +28,7 @@ use crate::topology::{ParkingSpec, QueueSpec, QueueType};
 /// Checks a queue and its parking place; creates what is declared and missing. To be called on the
 /// own runtime.
 pub(super) async fn verify(core: &Core, spec: &QueueSpec) -> Result<(), Vec<SourceError>> {
-    let live = core
-        .live(Purpose::Consuming)
-        .await
-        .map_err(|why| match why {
-            LinkError::Refused(what) => vec![refused(what, None)],
-            LinkError::Unavailable(what) => vec![unavailable(what, None)],
-        })?;
+    let live = administrative(core).await.map_err(|why| vec![why])?;
     let mut problems = Vec::new();
     let mut note = |result: Result<(), SourceError>| problems.extend(result.err());
 
@@ -188,6 +186,69 @@ where
             ))
         }
     }
+}
+
+/// How many messages are ready in a queue. To be called on the own runtime.
+pub(super) async fn ready(core: &Core, queue: &str) -> Result<u32, SourceError> {
+    let live = administrative(core).await?;
+    let name = named("queue", queue)?;
+    let options = QueueDeclareOptions {
+        passive: true,
+        ..QueueDeclareOptions::default()
+    };
+    let mut ready = 0;
+    let what = format!("queue `{queue}`");
+    ask(core, &live, &what, async |channel| {
+        let declared = channel
+            .queue_declare(name, options, FieldTable::default())
+            .await?;
+        ready = declared.message_count();
+        Ok(())
+    })
+    .await?;
+    Ok(ready)
+}
+
+/// Deletes a declared queue with what it holds, and its parking place. To be called on the own
+/// runtime.
+pub(super) async fn delete(core: &Core, spec: &QueueSpec) -> Result<(), SourceError> {
+    let live = administrative(core).await?;
+    let mut result = delete_queue(core, &live, &spec.name).await;
+    if let Some(parking) = &spec.parking {
+        result = result.and(delete_queue(core, &live, &parking.queue).await);
+        result = result.and(delete_exchange(core, &live, &parking.exchange).await);
+    }
+    result
+}
+
+async fn delete_exchange(core: &Core, live: &Live, exchange: &str) -> Result<(), SourceError> {
+    let name = named("parking exchange", exchange)?;
+    let what = format!("parking exchange `{exchange}`");
+    ask(core, live, &what, async |channel| {
+        let options = ExchangeDeleteOptions::default();
+        channel.exchange_delete(name, options).await
+    })
+    .await
+}
+
+/// A queue that does not exist counts as deleted.
+async fn delete_queue(core: &Core, live: &Live, queue: &str) -> Result<(), SourceError> {
+    let name = named("queue", queue)?;
+    let what = format!("queue `{queue}`");
+    ask(core, live, &what, async |channel| {
+        let options = QueueDeleteOptions::default();
+        channel.queue_delete(name, options).await.map(drop)
+    })
+    .await
+}
+
+async fn administrative(core: &Core) -> Result<Arc<Live>, SourceError> {
+    core.live(Purpose::Consuming)
+        .await
+        .map_err(|why| match why {
+            LinkError::Refused(what) => refused(what, None),
+            LinkError::Unavailable(what) => unavailable(what, None),
+        })
 }
 
 fn named(what: &str, name: &str) -> Result<ShortString, SourceError> {

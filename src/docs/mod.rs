@@ -1,0 +1,10 @@
+//! Guides: what the reference of single items cannot say.
+
+#[doc = include_str!("ordering.md")]
+pub mod ordering {}
+
+#[doc = include_str!("failure.md")]
+pub mod failure {}
+
+#[doc = include_str!("shutdown.md")]
+pub mod shutdown {}
