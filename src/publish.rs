@@ -66,7 +66,7 @@ impl BusPublisher {
         envelope.set_key(key_header, &key);
         let gates = Arc::clone(&self.gates);
         Box::pin(async move {
-            let turn = gates.enter(&key).await?;
+            let turn = gates.enter(key.clone()).await?;
             let outgoing = Outgoing {
                 destination,
                 envelope,
@@ -125,14 +125,14 @@ struct Turn {
 
 impl Gates {
     /// Waits until no message of the key is unconfirmed. The order of the calls' first polls is kept.
-    async fn enter(self: &Arc<Self>, key: &OrderingKey) -> Result<Turn, PublishError> {
+    async fn enter(self: &Arc<Self>, key: OrderingKey) -> Result<Turn, PublishError> {
         let turn = || Turn {
             gates: Arc::clone(self),
             key: Some(key.clone()),
         };
         let receiver = {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-            match waiting.get_mut(key) {
+            match waiting.get_mut(&key) {
                 None => {
                     waiting.insert(key.clone(), VecDeque::new());
                     return Ok(turn());
@@ -210,37 +210,37 @@ mod tests {
     #[tokio::test]
     async fn one_message_of_a_key_is_unconfirmed_at_a_time() {
         let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let first = gates.enter(key()).await.expect("free");
+        let mut second = Box::pin(gates.enter(key()));
+        let mut third = Box::pin(gates.enter(key()));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
-        assert!(gates.enter(&"other".into()).now_or_never().is_some());
+        assert!(gates.enter("other".into()).now_or_never().is_some());
         first.pass_on();
         let second = second.await.expect("its turn");
         assert!((&mut third).now_or_never().is_none());
         second.pass_on();
         third.await.expect("its turn").pass_on();
-        assert!(gates.enter(&key()).now_or_never().is_some());
+        assert!(gates.enter(key()).now_or_never().is_some());
     }
 
     #[tokio::test]
     async fn what_waits_behind_a_failed_message_is_refused() {
         let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
+        let first = gates.enter(key()).await.expect("free");
+        let mut second = Box::pin(gates.enter(key()));
         assert!((&mut second).now_or_never().is_none());
         drop(first);
         assert!(matches!(second.await, Err(PublishError::EarlierFailed)));
-        assert!(gates.enter(&key()).now_or_never().is_some());
+        assert!(gates.enter(key()).now_or_never().is_some());
     }
 
     #[tokio::test]
     async fn a_caller_that_goes_away_while_waiting_does_not_hold_up_the_next() {
         let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let first = gates.enter(key()).await.expect("free");
+        let mut second = Box::pin(gates.enter(key()));
+        let mut third = Box::pin(gates.enter(key()));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
         drop(second);
@@ -251,9 +251,9 @@ mod tests {
     #[tokio::test]
     async fn a_turn_given_to_a_caller_that_goes_away_refuses_the_rest() {
         let gates = Arc::new(Gates::default());
-        let first = gates.enter(&key()).await.expect("free");
-        let mut second = Box::pin(gates.enter(&key()));
-        let mut third = Box::pin(gates.enter(&key()));
+        let first = gates.enter(key()).await.expect("free");
+        let mut second = Box::pin(gates.enter(key()));
+        let mut third = Box::pin(gates.enter(key()));
         assert!((&mut second).now_or_never().is_none());
         assert!((&mut third).now_or_never().is_none());
         first.pass_on();
