@@ -244,16 +244,16 @@ impl EndpointBuilder {
                 "strategy",
                 "has no effect without ordering: order by a key, or remove it".to_owned(),
             ),
-            (true, Strategy::Native(TransportAffinity::SingleActiveConsumer)) => {
-                if queue.is_some_and(|queue| !queue.single_active_consumer) {
-                    problem(
-                        "transport_affinity",
-                        format!(
-                            "queue `{}` is not declared with `single_active_consumer()`",
-                            self.queue
-                        ),
-                    );
-                }
+            (true, Strategy::Native(TransportAffinity::SingleActiveConsumer))
+                if queue.is_some_and(|queue| !queue.single_active_consumer) =>
+            {
+                problem(
+                    "transport_affinity",
+                    format!(
+                        "queue `{}` is not declared with `single_active_consumer()`",
+                        self.queue
+                    ),
+                );
             }
             _ => {}
         }

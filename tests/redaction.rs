@@ -229,7 +229,7 @@ async fn everything_that_can_go_wrong() {
         laneway::actors::Delivery::direct(envelope(key, 9), to.into(), Arc::clone(&session), |_| {})
     };
     let other = (0..)
-        .map(|n| key(n))
+        .map(key)
         .find(|other| endpoint.lane_of(&other.as_str().into()).index() != lane.index())
         .expect("there are several lanes");
     let wrong = lane
