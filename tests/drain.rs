@@ -12,8 +12,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    DLX, Gate, ORDERS, Seen, Tally, envelope, numbered, orders, put, send, snapshot, started, stop,
-    within,
+    DLX, Gate, ORDERS, Seen, Tally, envelope, in_flight, numbered, orders, put, send, snapshot,
+    started, stop, within,
 };
 use workload::{Numbered, Scripted, Step};
 
@@ -52,6 +52,7 @@ async fn what_runs_finishes_and_is_acknowledged_and_the_rest_is_given_back_in_or
         }
     }
     gate.until_waiting(4).await;
+    in_flight(&bus, 20).await;
     let stopping = tokio::spawn({
         let bus = bus.clone();
         async move { bus.shutdown(NEVER).await }
@@ -158,22 +159,20 @@ async fn stopping_and_starting_under_load_keeps_order_and_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_deadline_aborts_what_runs_uncounted_and_tells_the_handler_first() {
+async fn the_deadline_aborts_what_runs_uncounted_and_its_context_tells_so() {
     let broker = MemoryBroker::new();
-    let told = Tally::new();
-    let tell = told.clone();
-    let running = Tally::new();
-    let runs = running.clone();
+    let (running, told) = (Tally::new(), Tally::new());
+    let (runs, tell) = (running.clone(), told.clone());
     let bus = started(orders(broker.clone(), |e| {
-        e.handler(move |message: Numbered, cx: Context| {
-            let (tell, runs) = (tell.clone(), runs.clone());
+        e.handler(move |_: Numbered, cx: Context| {
+            let (runs, tell) = (runs.clone(), tell.clone());
             async move {
-                runs.add();
-                if message.key == "obedient" {
+                // What the handler has started elsewhere must hear of the end, too.
+                tokio::spawn(async move {
                     cx.cancelled().await;
                     tell.add();
-                    return Ok(());
-                }
+                });
+                runs.add();
                 std::future::pending().await
             }
         })
@@ -183,6 +182,7 @@ async fn the_deadline_aborts_what_runs_uncounted_and_tells_the_handler_first() {
     put(&broker, ORDERS, envelope("endless", 1)).await;
     put(&broker, ORDERS, envelope("endless", 2)).await;
     running.until("the endless handler", 1).await;
+    in_flight(&bus, 2).await;
     let report = within("the shutdown", bus.shutdown(Duration::from_millis(50))).await;
     assert!(
         report.is_clean(),
@@ -190,6 +190,7 @@ async fn the_deadline_aborts_what_runs_uncounted_and_tells_the_handler_first() {
     );
     assert_eq!(report_of(&report).given_back, 2);
     assert_eq!(broker.status(ORDERS).ready, 2);
+    told.until("the context to tell", 1).await;
     let failed = |kind: &EventKind| matches!(kind, EventKind::AttemptFailed { .. });
     assert_eq!(seen.count(failed), 0);
     assert_eq!(snapshot(&bus).await.attempts, 0);
@@ -204,6 +205,7 @@ async fn a_drain_that_is_asked_for_twice_happens_once_and_both_wait_for_it() {
     put(&broker, ORDERS, envelope("a", 1)).await;
     put(&broker, ORDERS, envelope("a", 2)).await;
     gate.until_waiting(1).await;
+    in_flight(&bus, 2).await;
     let (first, second) = (bus.clone(), bus.clone());
     let first = tokio::spawn(async move { first.shutdown(NEVER).await });
     let second = tokio::spawn(async move { second.shutdown(NEVER).await });
@@ -289,6 +291,7 @@ async fn parking_that_fails_does_not_hold_a_drain_beyond_its_deadline() {
         matches!(kind, EventKind::ParkingFailed { .. })
     })
     .await;
+    in_flight(&bus, 2).await;
     let report = within("the shutdown", bus.shutdown(Duration::from_millis(50))).await;
     assert!(report.is_clean());
     assert_eq!(report_of(&report).given_back, 2);
@@ -378,13 +381,7 @@ fn a_stuck_handler_that_ends_after_the_endpoint_harms_nobody() {
             put(&broker, ORDERS, envelope(&format!("key-{number}"), 1)).await;
         }
         begun.until("the blocking handler", 1).await;
-        within("all in flight", async {
-            while snapshot(&bus).await.in_flight < 40_000 {
-                // Nothing tells when a counter has changed; asking again is cheap.
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        })
-        .await;
+        in_flight(&bus, 40_000).await;
         let report = within("the shutdown", bus.shutdown(Duration::ZERO)).await;
         assert_eq!(report_of(&report).unfinished, 1);
         drop(release);

@@ -13,8 +13,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    Gate, ORDERS, Seen, envelope, handled, orders, plain_orders, put, send, snapshot, started,
-    stop, within,
+    Gate, ORDERS, Seen, envelope, handled, in_flight, orders, plain_orders, put, send, snapshot,
+    started, stop, within,
 };
 use workload::{Numbered, Scripted, Step, publish};
 
@@ -289,12 +289,7 @@ async fn concurrency_bounds_all_handlers_of_the_endpoint_and_is_used_to_the_full
         }
     }
     gate.until_waiting(5).await;
-    within("all in flight", async {
-        while snapshot(&bus).await.in_flight < 40 {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await;
+    in_flight(&bus, 40).await;
     assert_eq!(snapshot(&bus).await.running, 5);
     gate.open();
     within("an empty queue", broker.wait_empty(ORDERS)).await;

@@ -12,7 +12,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    Gate, ORDERS, Seen, envelope, handled, orders, put, send, snapshot, started, stop, within,
+    Gate, ORDERS, Seen, envelope, handled, in_flight, orders, put, send, snapshot, started, stop,
+    within,
 };
 use workload::{KEY_HEADER, Numbered, Scripted, Step, publish};
 
@@ -88,12 +89,7 @@ async fn what_reaches_a_lane_while_it_restarts_waits_for_what_the_lane_has_forgo
     for seq in 1..=10 {
         send(&bus, &ledger, "a", seq).await;
     }
-    within("all in flight", async {
-        while snapshot(&bus).await.in_flight < 11 {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await;
+    in_flight(&bus, 11).await;
     panic_lane(&bus, 0);
     // The lane pauses before it restarts; meanwhile these go to its mailbox.
     for seq in 11..=20 {

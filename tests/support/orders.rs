@@ -150,6 +150,17 @@ pub async fn handled(bus: &Bus, count: u64) {
     .await;
 }
 
+/// Waits until the endpoint has received so many messages that have not ended.
+pub async fn in_flight(bus: &Bus, count: usize) {
+    within(&format!("{count} messages in flight"), async {
+        while snapshot(bus).await.in_flight != count {
+            // Nothing tells when a counter has changed; asking again is cheap.
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+}
+
 /// Every event of a bus since it was made.
 pub struct Seen {
     record: Arc<Mutex<Record>>,
