@@ -126,10 +126,19 @@ impl AckBook {
 #[derive(Debug, Default)]
 pub(crate) struct Finished {
     /// The last deliveries of this session, oldest first.
-    entries: VecDeque<(Identity, Outcome)>,
+    entries: VecDeque<(Identity, Ending)>,
     keep: usize,
     /// What earlier sessions finished; the deliveries of this one are compared with it.
-    comparing: HashMap<Identity, Outcome>,
+    comparing: HashMap<Identity, Ending>,
+}
+
+/// How a message ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Ending {
+    pub(crate) outcome: Outcome,
+    /// It ended after its session, so nobody has counted it yet: perhaps no copy of it comes here, and
+    /// another instance handles it.
+    pub(crate) late: bool,
 }
 
 impl Finished {
@@ -149,14 +158,16 @@ impl Finished {
         if self.entries.len() == self.keep {
             self.entries.pop_front();
         }
-        self.entries.push_back((identity.clone(), outcome));
+        let late = false;
+        self.entries
+            .push_back((identity.clone(), Ending { outcome, late }));
     }
 
     /// A delivery of a session that has already ended turned out to be finished.
-    pub(crate) fn record_late(&mut self, identity: &Identity, outcome: Outcome) {
+    pub(crate) fn record_late(&mut self, identity: &Identity, ending: Ending) {
         if identity.id().is_some() {
             self.make_room();
-            self.comparing.insert(identity.clone(), outcome);
+            self.comparing.insert(identity.clone(), ending);
         }
     }
 
@@ -177,7 +188,7 @@ impl Finished {
 
     /// How the message ended before, if this delivery is a copy of a finished one. An entry matches
     /// once.
-    pub(crate) fn match_copy(&mut self, identity: &Identity, redelivered: bool) -> Option<Outcome> {
+    pub(crate) fn match_copy(&mut self, identity: &Identity, redelivered: bool) -> Option<Ending> {
         if self.comparing.is_empty() {
             return None;
         }
@@ -264,6 +275,11 @@ mod tests {
         })
     }
 
+    const HANDLED: Ending = Ending {
+        outcome: Outcome::Handled,
+        late: false,
+    };
+
     fn finished(id: Option<&str>, body: &'static str) -> Finished {
         let mut finished = Finished::new(4);
         finished.record(&identity(id, body), Outcome::Handled);
@@ -275,7 +291,7 @@ mod tests {
     fn a_copy_of_a_finished_message_is_recognised_once() {
         let mut finished = finished(Some("a"), "x");
         let copy = identity(Some("a"), "x");
-        assert_eq!(finished.match_copy(&copy, true), Some(Outcome::Handled));
+        assert_eq!(finished.match_copy(&copy, true), Some(HANDLED));
         assert_eq!(finished.match_copy(&copy, true), None);
     }
 
@@ -304,6 +320,6 @@ mod tests {
         let mut finished = finished(Some("a"), "x");
         finished.session_ended();
         let copy = identity(Some("a"), "x");
-        assert_eq!(finished.match_copy(&copy, true), Some(Outcome::Handled));
+        assert_eq!(finished.match_copy(&copy, true), Some(HANDLED));
     }
 }

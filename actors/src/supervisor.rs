@@ -41,7 +41,7 @@ use crate::policy::Backoff;
 use crate::port::{OpenSession, Parking, Session, Source, SourceError};
 use crate::restart;
 use crate::session::{SessionId, SessionState};
-use crate::settlement::{AckBook, Finished};
+use crate::settlement::{AckBook, Ending, Finished};
 
 /// Pauses between tries to open a session.
 const RECONNECT_BACKOFF: Backoff = Backoff {
@@ -602,10 +602,13 @@ impl EndpointSupervisor {
             let copy_of = self
                 .finished
                 .match_copy(identity, delivery.is_redelivered());
-            if let Some(outcome) = copy_of {
+            if let Some(ending) = copy_of {
                 live.book.arrived(delivery.tag(), 0);
                 live.book.ended(delivery.tag());
-                self.finished.record(delivery.identity(), outcome);
+                if ending.late && ending.outcome == Outcome::Handled {
+                    self.endpoint.counters.handled.add(1);
+                }
+                self.finished.record(delivery.identity(), ending.outcome);
                 continue;
             }
             if ordered {
@@ -995,7 +998,11 @@ impl Handler<FromLane> for EndpointSupervisor {
                     if !orphan && self.mark_ended(&delivery) {
                         self.finished.record(delivery.identity(), outcome);
                     } else {
-                        self.finished.record_late(delivery.identity(), outcome);
+                        let ending = Ending {
+                            outcome,
+                            late: orphan,
+                        };
+                        self.finished.record_late(delivery.identity(), ending);
                     }
                 }
                 self.schedule_flush(ctx);

@@ -5,7 +5,7 @@ use lapin::options::{
     ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
     QueueDeleteOptions,
 };
-use lapin::types::FieldTable;
+use lapin::types::{AMQPValue, FieldTable};
 use lapin::{
     BasicProperties, Channel, Confirmation, Connection, ConnectionProperties, ExchangeKind,
 };
@@ -107,17 +107,67 @@ impl Foreign {
         }
     }
 
+    /// Publishes numbered messages over `keys` keys round robin, the key in a header, and records them.
+    pub async fn publish_numbered(
+        &self,
+        queue: &str,
+        header: &str,
+        ledger: &laneway::testing::OrderLedger,
+        messages: u64,
+        keys: u64,
+    ) {
+        let mut confirms = std::collections::VecDeque::new();
+        for number in 0..messages {
+            let (key, seq) = (format!("key-{}", number % keys), number / keys + 1);
+            let mut headers = FieldTable::default();
+            headers.insert(header.into(), AMQPValue::LongString(key.as_str().into()));
+            let properties = BasicProperties::default()
+                .with_delivery_mode(2)
+                .with_message_id(format!("{key}-{seq}").into())
+                .with_type("numbered".into())
+                .with_headers(headers);
+            let body = format!(r#"{{"key":"{key}","seq":{seq}}}"#);
+            let confirm = self
+                .channel
+                .basic_publish(
+                    "".into(),
+                    queue.into(),
+                    BasicPublishOptions::default(),
+                    body.as_bytes(),
+                    properties,
+                )
+                .await
+                .expect("written");
+            ledger.published(&key, seq);
+            confirms.push_back(confirm);
+            if confirms.len() >= 500
+                && let Some(oldest) = confirms.pop_front()
+            {
+                assert_eq!(oldest.await.expect("confirmed"), Confirmation::Ack(None));
+            }
+        }
+        for confirm in confirms {
+            assert_eq!(confirm.await.expect("confirmed"), Confirmation::Ack(None));
+        }
+    }
+
     /// Takes one message away, if there is one.
     pub async fn get(&self, queue: &str) -> Option<lapin::message::Delivery> {
-        let got = self
-            .channel
-            .basic_get(queue.into(), BasicGetOptions::default())
-            .await
-            .expect("the queue is there")?;
+        let got = self.try_get(queue).await.expect("the queue is there")?;
         got.ack(BasicAckOptions::default())
             .await
             .expect("acknowledged");
         Some(got.delivery)
+    }
+
+    /// Gets one message, if there is one, without acknowledging it.
+    pub async fn try_get(
+        &self,
+        queue: &str,
+    ) -> lapin::Result<Option<lapin::message::BasicGetMessage>> {
+        self.channel
+            .basic_get(queue.into(), BasicGetOptions::default())
+            .await
     }
 
     /// Number of messages ready in a queue.

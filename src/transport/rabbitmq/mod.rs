@@ -54,7 +54,7 @@ use std::time::Duration;
 
 use laneway_actors::port::{Parking, Publisher, Source, SourceError};
 
-use self::connection::Core;
+use self::core::Core;
 use self::parking::QueueParking;
 use self::publisher::BrokerPublisher;
 use self::source::QueueSource;
@@ -62,6 +62,7 @@ use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
 mod connection;
+mod core;
 mod parking;
 mod properties;
 mod publisher;

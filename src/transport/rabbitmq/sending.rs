@@ -18,7 +18,8 @@ use lapin::{BasicProperties, Channel, Confirmation, ErrorKind};
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 
-use super::connection::{Core, Live, Purpose};
+use super::connection::{Live, Purpose, said};
+use super::core::Core;
 
 /// A message in the broker's form.
 pub(super) struct Message {
@@ -53,6 +54,8 @@ struct PoolState {
     free: Vec<Channel>,
     /// When the broker last answered to a message on this connection.
     answered: Option<Instant>,
+    /// The user may not write to the default exchange, so nobody knocks.
+    may_not_knock: bool,
 }
 
 impl Pool {
@@ -62,6 +65,7 @@ impl Pool {
             state: Mutex::new(PoolState {
                 free: Vec::new(),
                 answered: None,
+                may_not_knock: false,
             }),
             knocking: tokio::sync::Mutex::new(()),
         }
@@ -90,10 +94,13 @@ impl Pool {
         self.lock().answered = Some(Instant::now());
     }
 
-    fn is_fresh(&self) -> bool {
-        self.lock()
+    /// Whether to find out first if the broker reads.
+    fn wants_knock(&self) -> bool {
+        let state = self.lock();
+        let fresh = state
             .answered
-            .is_some_and(|answered| answered.elapsed() < FRESH)
+            .is_some_and(|answered| answered.elapsed() < FRESH);
+        !fresh && !state.may_not_knock
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState> {
@@ -120,7 +127,7 @@ pub(super) async fn send(core: &Core, purpose: Purpose, message: Message) -> Res
             Some(channel) => channel,
             None => open_channel(&live, settings.operation_timeout).await?,
         };
-        let result = publish(&live, &channel, &message, settings.confirm_timeout).await;
+        let result = publish(&live, &channel, message, settings.confirm_timeout).await;
         if channel.status().connected() {
             live.pool.give_back(channel);
         }
@@ -134,20 +141,24 @@ pub(super) async fn send(core: &Core, purpose: Purpose, message: Message) -> Res
 async fn ready(live: &Live, bound: Duration) -> Result<Result<SemaphorePermit<'_>, ()>, SendError> {
     // Waiting for a channel has no bound of its own: each message before this one has. Only an
     // alarm could make it endless.
-    let permit = tokio::select! {
-        permit = live.pool.permits.acquire() => permit,
-        reason = live.blocked_for(bound) => return Err(alarm(&reason)),
+    let permit = match live.pool.permits.try_acquire() {
+        // Overtakes nobody: a permit that others wait for is never free.
+        Ok(permit) => Ok(permit),
+        Err(_) => tokio::select! {
+            permit = live.pool.permits.acquire() => permit,
+            reason = live.blocked_for(bound) => return Err(alarm(&reason)),
+        },
     };
     let Ok(permit) = permit else {
         return Ok(Err(()));
     };
-    if live.blocked().is_none() && !live.pool.is_fresh() {
+    if live.blocked().is_none() && live.pool.wants_knock() {
         // One for all who wait: it is one message too many that an alarm catches, at most.
         let _one = tokio::select! {
             one = live.pool.knocking.lock() => one,
             reason = live.blocked_for(bound) => return Err(alarm(&reason)),
         };
-        if live.is_usable() && live.blocked().is_none() && !live.pool.is_fresh() {
+        if live.is_usable() && live.blocked().is_none() && live.pool.wants_knock() {
             knock(live, bound).await?;
         }
     }
@@ -186,9 +197,16 @@ async fn knock(live: &Live, bound: Duration) -> Result<(), SendError> {
     };
     tokio::select! {
         answer = timeout(bound, sent) => match answer {
-            // Also an error of the channel is an answer: a user without permission to write to the
-            // default exchange gets one.
-            Ok(_) => live.pool.answered(),
+            Ok(Ok(_)) => live.pool.answered(),
+            // An answer too: the user may not write to the default exchange. Once is enough, each
+            // leaves an error in the broker's log; the first message of a pause then takes its chance.
+            Ok(Err(why)) if is_answer(&why) => {
+                live.pool.answered();
+                live.pool.lock().may_not_knock = true;
+            }
+            Ok(Err(why)) => {
+                return Err(not_sent(&format!("the connection was lost: {why}")));
+            }
             // The channel is dropped with its unconfirmed message: a second one on it could get
             // the answer that is meant for the first.
             Err(_) if live.blocked().is_some() => return Ok(()),
@@ -234,26 +252,27 @@ async fn open_channel(live: &Live, bound: Duration) -> Result<Channel, SendError
 async fn publish(
     live: &Live,
     channel: &Channel,
-    message: &Message,
+    message: Message,
     bound: Duration,
 ) -> Result<(), SendError> {
     let options = BasicPublishOptions {
         mandatory: true,
         ..BasicPublishOptions::default()
     };
+    let exchange = message.exchange;
     let writing = channel.basic_publish(
-        message.exchange.clone(),
-        message.routing_key.clone(),
+        exchange.clone(),
+        message.routing_key,
         options,
         &message.body,
-        message.properties.clone(),
+        message.properties,
     );
     let mut writing = std::pin::pin!(writing);
     let deadline = tokio::time::Instant::now() + bound;
     let confirm = match tokio::time::timeout_at(deadline, writing.as_mut()).await {
         Ok(Ok(confirm)) => confirm,
         // The last frame was never written, so the broker has no whole message.
-        Ok(Err(why)) => return Err(refused(&why, message)),
+        Ok(Err(why)) => return Err(refused(&why, &exchange)),
         Err(_) => {
             let reason = live.blocked();
             live.kill("a message could not be written in time");
@@ -275,7 +294,7 @@ async fn publish(
             live.pool.answered();
             Err(SendError::Refused(format!(
                 "no route: exchange `{}` has no queue for the message ({} {})",
-                message.exchange, returned.reply_code, returned.reply_text
+                exchange, returned.reply_code, returned.reply_text
             )))
         }
         Ok(Ok(Confirmation::Nack(_))) => {
@@ -283,7 +302,7 @@ async fn publish(
             Err(SendError::Refused(format!(
                 "the broker said no (nack) to a message for exchange `{}`: a queue is full and \
                  rejects, or could not store it",
-                message.exchange
+                exchange
             )))
         }
         Ok(Ok(Confirmation::NotRequested)) => {
@@ -294,7 +313,7 @@ async fn publish(
         }
         Ok(Err(why)) if is_answer(&why) => {
             live.pool.answered();
-            Err(refused(&why, message))
+            Err(refused(&why, &exchange))
         }
         Ok(Err(why)) => Err(SendError::Unknown(format!(
             "the connection was lost before the confirm: {why}"
@@ -312,18 +331,16 @@ fn is_answer(why: &lapin::Error) -> bool {
     why.is_amqp_soft_error()
 }
 
-fn refused(why: &lapin::Error, message: &Message) -> SendError {
+fn refused(why: &lapin::Error, exchange: &ShortString) -> SendError {
     match why.kind() {
         ErrorKind::ProtocolError(error) if error.get_id() == 404 => SendError::Refused(format!(
             "there is no exchange `{}` ({})",
-            message.exchange,
-            error.get_message()
+            exchange,
+            said(error)
         )),
-        ErrorKind::ProtocolError(error) => SendError::Refused(format!(
-            "exchange `{}`: {}",
-            message.exchange,
-            error.get_message()
-        )),
+        ErrorKind::ProtocolError(error) => {
+            SendError::Refused(format!("exchange `{}`: {}", exchange, said(error)))
+        }
         _ => not_sent(&why.to_string()),
     }
 }

@@ -34,7 +34,8 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::connection::{Core, LinkError, Live, Purpose};
+use super::connection::{LinkError, Live, Purpose};
+use super::core::Core;
 use super::properties::Reader;
 use super::source::{refused, unavailable};
 use crate::topology::{QueueSpec, QueueType};

@@ -19,7 +19,8 @@ use lapin::{Channel, ErrorKind, ExchangeKind};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::connection::{Core, LinkError, Live, Purpose};
+use super::connection::{LinkError, Live, Purpose, said};
+use super::core::Core;
 use super::properties::short;
 use super::source::{refused, unavailable};
 use crate::topology::{ParkingSpec, QueueSpec, QueueType};
@@ -259,7 +260,7 @@ pub(super) fn source_error(what: &str, why: lapin::Error) -> SourceError {
     let ErrorKind::ProtocolError(error) = why.kind() else {
         return unavailable(format!("{what}: {why}"), Some(why));
     };
-    let said = error.get_message().clone();
+    let said = said(error).to_owned();
     match error.get_id() {
         404 => refused(
             format!("{what} does not exist: declare it, or create it ({said})"),
