@@ -10,7 +10,8 @@ use std::time::Duration;
 use laneway_actors::port::{Destination, PublishError};
 use laneway_actors::{
     ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointSpec,
-    EndpointState, Envelope, Event, Events, Fingerprints, Message, OrderingKey, Problem, header,
+    EndpointState, Envelope, Event, Events, Fingerprints, Message, OrderingKey, Problem,
+    check_endpoint, header,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, broadcast};
@@ -187,6 +188,11 @@ impl BusBuilder {
                 );
             }
         }
+        for queue in self.topology.queues() {
+            for what in queue.parking_problems() {
+                problem("topology", &what);
+            }
+        }
         let mut endpoints = self.endpoints;
         for (number, endpoint) in endpoints.iter().enumerate() {
             let name = &endpoint.settings.name;
@@ -195,6 +201,18 @@ impl BusBuilder {
                 .any(|other| other.settings.name == *name)
             {
                 problem("endpoint", &format!("two endpoints are named `{name}`"));
+            }
+            if let Some(other) = endpoints[..number]
+                .iter()
+                .find(|other| other.queue == endpoint.queue)
+            {
+                problem(
+                    "queue",
+                    &format!(
+                        "endpoints `{}` and `{name}` both consume queue `{}` and would take each other's messages; keep one, and give it the handlers of both",
+                        other.settings.name, endpoint.queue
+                    ),
+                );
             }
         }
         for endpoint in &mut endpoints {
@@ -211,6 +229,9 @@ impl BusBuilder {
             add(&mut routes, &header_of_queue, &mut problems);
         }
         let Some(transport) = self.transport else {
+            for endpoint in &endpoints {
+                check_alone(endpoint, &self.topology, &mut problems);
+            }
             return Err(ConfigError { problems });
         };
         let publisher = Arc::new(BusPublisher::new(routes, transport.publisher()));
@@ -218,7 +239,9 @@ impl BusBuilder {
         let mut specs = Vec::new();
         for endpoint in endpoints {
             let Some(queue) = self.topology.find(&endpoint.queue) else {
-                continue; // a problem already
+                // A problem already; the others are found without it.
+                check_alone(&endpoint, &self.topology, &mut problems);
+                continue;
             };
             let spec = EndpointSpec {
                 parking: transport.parking(queue),
@@ -248,6 +271,19 @@ impl BusBuilder {
             events,
             drain_deadline: self.drain_deadline,
         })
+    }
+}
+
+/// The problems of an endpoint that has no source to be checked with.
+fn check_alone(endpoint: &EndpointBuilder, topology: &Topology, problems: &mut Vec<Problem>) {
+    let settings = &endpoint.settings;
+    let has_parking = match topology.find(&endpoint.queue) {
+        Some(queue) => queue.parking.is_some(),
+        // Nobody knows: not a problem of its own.
+        None => !settings.discard_poison,
+    };
+    if let Err(found) = check_endpoint(settings, &endpoint.handlers, has_parking) {
+        problems.extend(found);
     }
 }
 

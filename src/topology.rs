@@ -132,4 +132,29 @@ impl QueueSpec {
         });
         self
     }
+
+    /// What is wrong with its parking place, whatever the broker.
+    pub(crate) fn parking_problems(&self) -> Vec<String> {
+        let Some(ParkingSpec { exchange, queue }) = &self.parking else {
+            return Vec::new();
+        };
+        let name = &self.name;
+        let mut problems = Vec::new();
+        if exchange.is_empty() {
+            problems.push(format!(
+                "the parking exchange of queue `{name}` has an empty name"
+            ));
+        }
+        if queue.is_empty() {
+            problems.push(format!(
+                "the parking queue of queue `{name}` has an empty name"
+            ));
+        }
+        if queue == name {
+            problems.push(format!(
+                "queue `{name}` parks in itself, so a poison message would come again for ever; park in another queue"
+            ));
+        }
+        problems
+    }
 }

@@ -583,8 +583,7 @@ async fn a_bus_that_cannot_start_says_what_to_change_and_shows_no_password() {
             Ok(ready) => timeout(PATIENCE, ready.start())
                 .await
                 .expect("no hang")
-                .err()
-                .expect("it cannot start"),
+                .expect_err("it cannot start"),
         };
         (error.to_string(), queue)
     };

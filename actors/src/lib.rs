@@ -114,4 +114,6 @@ pub use observe::{
 pub use outcome::{Outcome, PoisonReason};
 pub use policy::{Backoff, Policy, Verdict};
 pub use session::{SessionId, SessionState};
-pub use supervisor::{DrainReport, EndpointHandle, EndpointSpec, EndpointSupervisor};
+pub use supervisor::{
+    DrainReport, EndpointHandle, EndpointSpec, EndpointSupervisor, check_endpoint,
+};

@@ -64,14 +64,21 @@ impl Drop for Permit {
     fn drop(&mut self) {
         let waiter = {
             let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let waiter = state.waiters.pop_front();
+            // Waiters whose lane is gone are passed over here. A permit sent to such a lane would be
+            // dropped and come back here one call deeper, as often as there are waiters.
+            let waiter = loop {
+                match state.waiters.pop_front() {
+                    Some((lane, _)) if !lane.is_connected() => {}
+                    waiter => break waiter,
+                }
+            };
             if waiter.is_none() {
                 state.free += 1;
             }
             waiter
         };
         if let Some((lane, ticket)) = waiter {
-            // To a lane that is gone the message is dropped, and the permit in it passes on.
+            // To a lane that went just now the message is dropped, and the permit in it passes on.
             lane.granted(ticket, Permit(Arc::clone(&self.0)));
         }
     }

@@ -17,6 +17,8 @@ pub(crate) struct AckBook {
     /// Ended and not yet acknowledged, in order of completion.
     ended: Vec<DeliveryTag>,
     unsettled: usize,
+    /// The highest tag that has arrived.
+    last: Option<DeliveryTag>,
 }
 
 #[derive(Debug)]
@@ -39,15 +41,21 @@ impl AckBook {
         self.unsettled
     }
 
-    /// A delivery arrived and went to a lane. Tags rise within a session.
-    pub(crate) fn arrived(&mut self, tag: DeliveryTag, lane: usize) {
-        debug_assert!(self.entries.back().is_none_or(|last| last.tag < tag));
+    /// A delivery arrived and went to a lane. False, and nothing is noted, if its tag is not above all
+    /// earlier ones of the session, as a source promises.
+    #[must_use]
+    pub(crate) fn arrived(&mut self, tag: DeliveryTag, lane: usize) -> bool {
+        if self.last.is_some_and(|last| tag <= last) {
+            return false;
+        }
+        self.last = Some(tag);
         self.entries.push_back(Entry {
             tag,
             lane,
             state: EntryState::Outstanding,
         });
         self.unsettled += 1;
+        true
     }
 
     /// A delivery ended. Returns its lane; `None` for a tag that is not outstanding.
@@ -218,7 +226,7 @@ mod tests {
     fn book(tags: std::ops::RangeInclusive<u64>) -> AckBook {
         let mut book = AckBook::default();
         for tag in tags {
-            book.arrived(DeliveryTag(tag), 0);
+            assert!(book.arrived(DeliveryTag(tag), 0));
         }
         book
     }
@@ -265,6 +273,16 @@ mod tests {
         assert_eq!(acks(&mut book), [(2, false)]);
         assert_eq!(book.ended(DeliveryTag(2)), None);
         assert_eq!(book.ended(DeliveryTag(9)), None);
+    }
+
+    #[test]
+    fn a_tag_that_does_not_rise_is_refused_also_when_everything_is_settled() {
+        let mut book = book(1..=3);
+        assert!(!book.arrived(DeliveryTag(3), 0));
+        end(&mut book, &[1, 2, 3]);
+        assert_eq!(acks(&mut book), [(3, true)]);
+        assert!(!book.arrived(DeliveryTag(2), 0));
+        assert!(book.arrived(DeliveryTag(4), 0));
     }
 
     fn identity(id: Option<&str>, body: &'static str) -> Identity {

@@ -16,7 +16,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use actix::{
     Actor, ActorContext, ActorFutureExt, Addr, ArbiterHandle, AsyncContext, Context, Handler,
@@ -99,35 +99,47 @@ impl EndpointSpec {
     /// # Errors
     /// Each problem, naming its setting.
     pub fn check(&self) -> Result<EndpointConfig, Vec<Problem>> {
-        let name = &self.settings.name;
-        let mut problems = Vec::new();
-        let config = match self.settings.check(self.parking.is_some()) {
-            Ok(config) => Some(config),
-            Err(found) => {
-                problems = found;
-                None
-            }
-        };
-        for (setting, what) in self.handlers.problems() {
-            problems.push(Problem::new(name, setting, what));
-        }
-        let typed = self.settings.ordering.as_ref().is_some_and(|key| key.typed);
-        if self.handlers.has_selectors() && !typed {
-            problems.push(Problem::new(
-                name,
-                "ordering",
-                "a handler has a typed key, but the endpoint is not ordered by it; order by the typed key or remove it",
-            ));
-        }
-        if typed && !self.handlers.has_selectors() {
-            problems.push(Problem::new(
-                name,
-                "ordering",
-                "the key is to come from the message, but no handler has a typed key",
-            ));
-        }
-        config.filter(|_| problems.is_empty()).ok_or(problems)
+        check_endpoint(&self.settings, &self.handlers, self.parking.is_some())
     }
+}
+
+/// All problems of an endpoint's settings and handlers, also where there is no source yet. Pure.
+///
+/// # Errors
+/// Each problem, naming its setting.
+pub fn check_endpoint(
+    settings: &EndpointSettings,
+    handlers: &HandlerSet,
+    has_parking: bool,
+) -> Result<EndpointConfig, Vec<Problem>> {
+    let name = &settings.name;
+    let mut problems = Vec::new();
+    let config = match settings.check(has_parking) {
+        Ok(config) => Some(config),
+        Err(found) => {
+            problems = found;
+            None
+        }
+    };
+    for (setting, what) in handlers.problems() {
+        problems.push(Problem::new(name, setting, what));
+    }
+    let typed = settings.ordering.as_ref().is_some_and(|key| key.typed);
+    if handlers.has_selectors() && !typed {
+        problems.push(Problem::new(
+            name,
+            "ordering",
+            "a handler has a typed key, but the endpoint is not ordered by it; order by the typed key or remove it",
+        ));
+    }
+    if typed && !handlers.has_selectors() {
+        problems.push(Problem::new(
+            name,
+            "ordering",
+            "the key is to come from the message, but no handler has a typed key",
+        ));
+    }
+    config.filter(|_| problems.is_empty()).ok_or(problems)
 }
 
 /// A running endpoint. Cheap to clone; works from any thread and runtime.
@@ -257,8 +269,10 @@ pub(crate) enum FromLane {
     Paused,
     HandlersGone,
     Restarted,
-    /// A lane or the poison handler has panicked too often.
-    Died(&'static str),
+    /// The lane has panicked too often.
+    LaneDied(LaneIndex),
+    /// The poison handler has panicked too often.
+    PoisonHandlerDied,
 }
 
 /// A message that has ended.
@@ -308,6 +322,9 @@ struct Live {
     state: Arc<SessionState>,
     control: Arc<dyn Session>,
     book: AckBook,
+    opened: Instant,
+    /// Something was acknowledged on it.
+    useful: bool,
 }
 
 /// Supervises one endpoint; see the module.
@@ -326,11 +343,13 @@ pub struct EndpointSupervisor {
     finished: Finished,
     /// Attempts of keyless messages whose session has ended.
     earlier_attempts: HashMap<Identity, u32>,
-    /// Failed tries to open a session since the last success.
+    /// Failed tries to open a session, and sessions that were of no use, since the last useful one.
     failures: u32,
     flush_scheduled: bool,
     any_paused: bool,
     exhausted: bool,
+    /// Lanes that were given up. They report nothing any more.
+    dead_lanes: Vec<LaneIndex>,
     first_session: Vec<oneshot::Sender<Result<(), String>>>,
     first_result: Option<Result<(), String>>,
     drain: Option<Draining>,
@@ -411,6 +430,7 @@ impl EndpointSupervisor {
             flush_scheduled: false,
             any_paused: false,
             exhausted: false,
+            dead_lanes: Vec::new(),
             first_session: Vec::new(),
             first_result: None,
             drain: None,
@@ -430,9 +450,9 @@ impl EndpointSupervisor {
                 dying.emit(EventKind::Failed { reason });
             },
         );
-        let died = |what: &'static str| {
+        let died = |message: FromLane| {
             let addr = addr.clone();
-            move || addr.do_send(FromLane::Died(what))
+            move || addr.do_send(message)
         };
         let poison = {
             let (endpoint, parking, supervisor) =
@@ -441,7 +461,7 @@ impl EndpointSupervisor {
                 None,
                 intensity,
                 move |_| PoisonHandler::new(endpoint, parking, supervisor),
-                died("poison handler"),
+                died(FromLane::PoisonHandlerDied),
             )
         };
         for (number, link) in lanes.iter().enumerate() {
@@ -455,7 +475,7 @@ impl EndpointSupervisor {
                 arbiter,
                 intensity,
                 move |_| Lane::new(endpoint, own_link, supervisor, poison),
-                died("lane"),
+                died(FromLane::LaneDied(index(number))),
             ));
         }
         Ok(EndpointHandle {
@@ -503,12 +523,13 @@ impl EndpointSupervisor {
             }
             Ok(open) => {
                 let session = state.id();
-                self.failures = 0;
                 self.last_session = session;
                 self.live = Some(Live {
                     state,
                     control: open.control,
                     book: AckBook::default(),
+                    opened: Instant::now(),
+                    useful: false,
                 });
                 let reconnects = self.endpoint.counters.reconnects.get();
                 tracing::info!(
@@ -575,6 +596,11 @@ impl EndpointSupervisor {
             return;
         };
         live.state.end();
+        // A session that ends as soon as it is open is as good as one that cannot be opened; only one that
+        // was of use, or that lasted, begins the pauses anew.
+        if live.useful || live.opened.elapsed() >= RECONNECT_BACKOFF.ceiling {
+            self.failures = 0;
+        }
         let session = live.state.id();
         self.tell_lanes(|| ToLane::SessionEnded(session));
         for lane in live.book.outstanding_lanes() {
@@ -592,19 +618,33 @@ impl EndpointSupervisor {
 
     // ---- intake
 
-    fn arrived(&mut self, batch: Vec<Delivery>) {
+    /// Sends deliveries to their lanes.
+    ///
+    /// # Errors
+    /// When the source breaks its promise: then the session is of no use any more.
+    fn arrived(&mut self, batch: Vec<Delivery>) -> Result<(), String> {
         let Some(live) = &mut self.live else {
-            return;
+            return Ok(());
         };
+        let mut broken = Ok(());
         let ordered = self.endpoint.config.ordering.is_some();
         for mut delivery in batch {
-            let identity = delivery.identity();
+            let (tag, identity) = (delivery.tag(), delivery.identity());
+            let out_of_order = || {
+                let tag = tag.0;
+                Err(format!(
+                    "the source gave delivery tag {tag}, which does not rise"
+                ))
+            };
             let copy_of = self
                 .finished
                 .match_copy(identity, delivery.is_redelivered());
             if let Some(ending) = copy_of {
-                live.book.arrived(delivery.tag(), 0);
-                live.book.ended(delivery.tag());
+                if !live.book.arrived(tag, 0) {
+                    broken = out_of_order();
+                    break;
+                }
+                live.book.ended(tag);
                 if ending.late && ending.outcome == Outcome::Handled {
                     self.endpoint.counters.handled.add(1);
                 }
@@ -624,7 +664,10 @@ impl EndpointSupervisor {
                     least_loaded(&self.loads)
                 }
             };
-            live.book.arrived(delivery.tag(), lane);
+            if !live.book.arrived(tag, lane) {
+                broken = out_of_order();
+                break;
+            }
             self.loads[lane] += 1;
             self.by_lane[lane].push(Arc::new(delivery));
         }
@@ -633,6 +676,7 @@ impl EndpointSupervisor {
                 self.lanes[lane].tell(ToLane::Offer(std::mem::take(deliveries)));
             }
         }
+        broken
     }
 
     // ---- settling
@@ -659,6 +703,7 @@ impl EndpointSupervisor {
             let mut acks = Vec::new();
             live.book.acknowledge(&mut acks);
             live.control.acknowledge(&acks);
+            live.useful = true;
         }
     }
 
@@ -677,7 +722,6 @@ impl EndpointSupervisor {
         if self.drain.is_some() {
             return;
         }
-        self.set_state(EndpointState::Draining);
         self.draining_flag.store(true, Ordering::Release);
         for gate in self.gates.iter() {
             gate.slots.close();
@@ -690,6 +734,8 @@ impl EndpointSupervisor {
         });
         let session = self.last_session;
         self.tell_lanes(|| ToLane::Drain(session));
+        // Shown only now: whatever somebody who sees it does, the lanes hear of the drain first.
+        self.set_state(EndpointState::Draining);
         self.answer_first(Err("the endpoint is draining".to_owned()));
         ctx.run_later(within, |this, ctx| {
             if this.drain.as_ref().is_some_and(|drain| !drain.closing) {
@@ -776,7 +822,17 @@ impl EndpointSupervisor {
         self.begin_drain(Duration::from_secs(30), true, ctx);
     }
 
-    fn housekeeping(&mut self, _: &mut Context<Self>) {
+    fn housekeeping(&mut self, ctx: &mut Context<Self>) {
+        if let Some(drain) = &mut self.drain
+            && !self.dead_lanes.is_empty()
+            && self.endpoint.permits.taken() == 0
+        {
+            // A dead lane cannot say that it is quiet; without a permit taken nothing of it can run.
+            for lane in &self.dead_lanes {
+                drain.quiet[lane.get()] = true;
+            }
+            self.maybe_close(ctx);
+        }
         if self.any_paused
             && self
                 .live
@@ -970,10 +1026,10 @@ impl StreamHandler<FromSource> for EndpointSupervisor {
         match item.batch {
             // Not taken in during a drain: closing the session gives it back.
             Some(Ok(_)) if self.drain.is_some() => {}
-            Some(Ok(batch)) => {
-                self.arrived(batch);
-                self.schedule_flush(ctx);
-            }
+            Some(Ok(batch)) => match self.arrived(batch) {
+                Ok(()) => self.schedule_flush(ctx),
+                Err(reason) => self.session_lost(reason, ctx),
+            },
             Some(Err(error)) => self.session_lost(error.to_string(), ctx),
             None => self.session_lost("the source ended the session".to_owned(), ctx),
         }
@@ -1027,9 +1083,21 @@ impl Handler<FromLane> for EndpointSupervisor {
             FromLane::Restarted => {
                 self.endpoint
                     .emit(EventKind::ActorRestarted { actor: "lane" });
-                self.session_lost("a lane was restarted".to_owned(), ctx);
+                if self.live.is_some() {
+                    self.session_lost("a lane was restarted".to_owned(), ctx);
+                } else {
+                    // Between two sessions: the lane waits for the word all the same.
+                    let session = self.last_session;
+                    self.tell_lanes(|| ToLane::SessionEnded(session));
+                }
             }
-            FromLane::Died(what) => self.fail(format!("{what} panicked too often"), ctx),
+            FromLane::LaneDied(lane) => {
+                self.dead_lanes.push(lane);
+                self.fail("a lane panicked too often".to_owned(), ctx);
+            }
+            FromLane::PoisonHandlerDied => {
+                self.fail("the poison handler panicked too often".to_owned(), ctx);
+            }
         }
     }
 }

@@ -47,6 +47,8 @@ pub enum Step {
     Hang,
     /// Blocks its thread this long, then succeeds.
     Block(Duration),
+    /// Blocks its thread this long, then waits for ever.
+    BlockAndHang(Duration),
 }
 
 /// Records every run in the ledger and does what the script says.
@@ -109,6 +111,10 @@ impl Handler<Numbered> for Scripted {
                 std::thread::sleep(time);
                 run.end(true);
                 Ok(())
+            }
+            Step::BlockAndHang(time) => {
+                std::thread::sleep(time);
+                std::future::pending().await
             }
         }
     }

@@ -47,6 +47,11 @@ impl LaneLink {
         }
     }
 
+    /// Whether the lane can still be told anything.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.addr.get().is_some_and(Addr::connected)
+    }
+
     pub(crate) fn granted(&self, ticket: Ticket, permit: Permit) {
         self.tell(ToLane::Granted(ticket, permit));
     }

@@ -4,7 +4,7 @@
 //! has returned or was dropped and its permit has been given back: also when the handler panics,
 //! exceeds its time-out, is aborted, or when the whole runtime shuts down.
 
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -20,7 +20,8 @@ use crate::permits::Permit;
 /// How an attempt ended.
 pub(crate) enum RunEnd {
     Handled,
-    Failed(Failure),
+    /// Failed; with the error's text.
+    Failed(FailureKind, String),
     /// The handler was not called: the session had ended, or its proof of life was too old.
     NotStarted,
     /// The future was dropped before it had returned.
@@ -40,8 +41,8 @@ impl Drop for Report {
         if matches!(end, RunEnd::Dropped) && std::thread::panicking() {
             // The handler's own panic is caught where it is called; this one came from dropping its
             // future. It counts: an attempt that ends like this would end like this again.
-            let text = "dropping the handler's future panicked";
-            end = RunEnd::Failed(Failure::new(FailureKind::Panicked, text));
+            let text = "dropping the handler's future panicked".to_owned();
+            end = RunEnd::Failed(FailureKind::Panicked, text);
         }
         self.lane.tell(ToLane::RunEnded(self.run, end));
     }
@@ -101,12 +102,16 @@ async fn run_attempt(
     };
     report.end = match result {
         Ok(Ok(Ok(()))) => RunEnd::Handled,
-        Ok(Ok(Err(failure))) => RunEnd::Failed(failure),
-        Ok(Err(panic)) => {
-            let text = panic_text(&*panic).to_owned();
-            RunEnd::Failed(Failure::new(FailureKind::Panicked, text))
-        }
-        Err(elapsed) => RunEnd::Failed(Failure::new(FailureKind::TimedOut, elapsed)),
+        Ok(Ok(Err(failure))) => RunEnd::Failed(failure.kind(), text_of(failure)),
+        Ok(Err(panic)) => RunEnd::Failed(FailureKind::Panicked, panic_text(&*panic).to_owned()),
+        Err(elapsed) => RunEnd::Failed(FailureKind::TimedOut, elapsed.to_string()),
     };
     drop(permit);
+}
+
+/// The error as text. Made here and not in the lane: showing (and dropping) an error is the application's
+/// own code, which may panic or block.
+fn text_of(failure: Failure) -> String {
+    catch_unwind(AssertUnwindSafe(move || failure.detail()))
+        .unwrap_or_else(|_| "the handler failed, and showing its error panicked".to_owned())
 }

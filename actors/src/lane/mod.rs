@@ -134,13 +134,19 @@ pub(crate) struct Lane {
     alarm: Option<(Instant, SpawnHandle)>,
     /// Since when a track does not move, for snapshots.
     since: HashMap<Ticket, Instant>,
-    /// What the last failed attempt said, until its message is parked.
-    detail: String,
+    /// What the attempt that has just ended said.
+    detail: Option<String>,
+    /// What attempts said that ended after their session: should it have been the last one, the message's
+    /// copy is parked without another run.
+    late_details: HashMap<Identity, String>,
     settled: Vec<Settled>,
     /// Sessions of direct senders, to drain them too.
     direct_sessions: BTreeSet<SessionId>,
     /// Sessions that drain and are not quiet yet.
     draining: BTreeSet<SessionId>,
+    /// Restarted, and what it has forgotten will come again in the next session only. Until this one is
+    /// known to be over nothing of it is taken: it would start before what was forgotten.
+    forgetful: bool,
 }
 
 impl Lane {
@@ -163,10 +169,12 @@ impl Lane {
             timers: BTreeMap::new(),
             alarm: None,
             since: HashMap::new(),
-            detail: String::new(),
+            detail: None,
+            late_details: HashMap::new(),
             settled: Vec::new(),
             direct_sessions: BTreeSet::new(),
             draining: BTreeSet::new(),
+            forgetful: false,
         }
     }
 
@@ -275,11 +283,16 @@ impl Lane {
                 attempts,
             } => {
                 self.since.insert(ticket, Instant::now());
+                let detail = self
+                    .detail
+                    .take()
+                    .or_else(|| self.late_details.remove(delivery.identity()))
+                    .unwrap_or_default();
                 let letter = DeadLetter {
                     endpoint: Arc::clone(&self.endpoint.config.name),
                     queue: Arc::clone(&self.endpoint.queue),
                     reason,
-                    detail: self.endpoint.redact(&self.detail, delivery.key()),
+                    detail: self.endpoint.redact(&detail, delivery.key()),
                     attempts,
                     given_up_at: std::time::SystemTime::now(),
                     delivery,
@@ -333,8 +346,7 @@ impl Lane {
             Effect::Quiet(session) => {
                 // Reported after each end; nothing starts any more, so the first report is the last word.
                 if self.draining.remove(&session) && self.draining.is_empty() {
-                    // First the end that made it quiet: the supervisor closes the session on the last
-                    // lane's report, and what it hears of later cannot be acknowledged any more.
+                    // What ended in this very step must be acknowledged before the session is closed.
                     self.tell_settled();
                     self.supervisor.do_send(FromLane::Quiet(self.link.index()));
                 }
@@ -399,10 +411,10 @@ impl Lane {
         let ticket = run.ticket;
         let result = match end {
             RunEnd::Handled => RunResult::Handled,
-            RunEnd::Failed(failure) => {
-                self.detail = failure.detail();
+            RunEnd::Failed(kind, detail) => {
+                self.detail = Some(detail);
                 RunResult::Failed {
-                    kind: failure.kind(),
+                    kind,
                     chance: fastrand::f64(),
                 }
             }
@@ -425,6 +437,17 @@ impl Lane {
             self.endpoint.counters.attempts.add(1);
         }
         self.feed(Event::Finished { ticket, result }, None);
+        // Not taken: the message is not parked now. Never left here for another one, whose key is not the
+        // one that is replaced in it.
+        if let Some(detail) = self.detail.take()
+            && Delivery::session(&run.delivery).has_ended()
+        {
+            if self.late_details.len() >= 2 * usize::from(self.endpoint.config.credits) {
+                self.late_details.clear(); // a parked message without a text, nothing worse
+            }
+            let identity = run.delivery.identity().clone();
+            self.late_details.insert(identity, detail);
+        }
     }
 
     fn settle(&mut self, delivery: Arc<Delivery>, outcome: Outcome, orphan: bool) {
@@ -447,16 +470,15 @@ impl Lane {
         }
     }
 
-    fn fingerprint(&self, delivery: &Delivery) -> Option<Fingerprint> {
-        self.endpoint.fingerprint(delivery.key())
-    }
-
-    /// Tells the supervisor what ended.
     fn tell_settled(&mut self) {
         if !self.settled.is_empty() {
             let settled = std::mem::take(&mut self.settled);
             self.supervisor.do_send(FromLane::Settled(settled));
         }
+    }
+
+    fn fingerprint(&self, delivery: &Delivery) -> Option<Fingerprint> {
+        self.endpoint.fingerprint(delivery.key())
     }
 
     /// After each message: tell the supervisor what ended, and set the alarm.
@@ -555,6 +577,15 @@ impl Actor for Lane {
     type Context = Context<Self>;
 }
 
+impl Drop for Lane {
+    /// Nobody hears of their end any more, and they cannot be settled.
+    fn drop(&mut self) {
+        for run in self.runs.values() {
+            run.abort.abort();
+        }
+    }
+}
+
 impl Supervised for Lane {
     /// After a panic of the lane's own code its machine may be half changed, and the message that
     /// panicked is lost. The supervisor therefore ends the session, so that everything unsettled
@@ -564,6 +595,7 @@ impl Supervised for Lane {
         self.machine = self.machine.successor();
         for run in self.runs.values_mut() {
             run.abort();
+            run.reported_stuck = false;
             run.ticket = self.machine.adopt_running(Arc::clone(&run.delivery));
         }
         self.effects.clear();
@@ -572,6 +604,7 @@ impl Supervised for Lane {
         self.since.clear();
         self.settled.clear();
         self.alarm = None;
+        self.forgetful = true;
         self.supervisor.do_send(FromLane::Restarted);
     }
 }
@@ -581,9 +614,15 @@ impl Handler<ToLane> for Lane {
 
     fn handle(&mut self, message: ToLane, ctx: &mut Context<Self>) {
         match message {
+            ToLane::Offer(_) if self.forgetful => {} // unsettled, so they come again
             ToLane::Offer(deliveries) => {
                 for delivery in deliveries {
-                    self.feed(Event::Offered(delivery), None);
+                    // The machine may know of the end before the supervisor does (see `not_started`). It
+                    // would take this for the first message of the next session, and drop what it remembers
+                    // of the key.
+                    if !Delivery::session(&delivery).has_ended() {
+                        self.feed(Event::Offered(delivery), None);
+                    }
                 }
             }
             ToLane::Direct(delivery) => {
@@ -599,7 +638,17 @@ impl Handler<ToLane> for Lane {
                 self.since.remove(&ticket);
                 self.feed(Event::Parked { ticket, settled }, None);
             }
-            ToLane::SessionEnded(session) => self.feed(Event::SessionEnded(session), None),
+            ToLane::SessionEnded(session) => {
+                // What was offered before this word belongs to an ended session, what is offered after it
+                // comes from a new one, and so completely.
+                self.forgetful = false;
+                self.feed(Event::SessionEnded(session), None);
+                if self.draining.contains(&session) {
+                    // The machine forgets an ended session; its attempts may still run, and the drain waits
+                    // for the word that they have ended.
+                    self.feed(Event::Drain(session), None);
+                }
+            }
             ToLane::Drain(session) => {
                 self.draining.clone_from(&self.direct_sessions);
                 self.draining.insert(session);
