@@ -223,14 +223,8 @@ impl EndpointHandle {
     /// # Cancellation
     /// Dropping the future does not stop the drain.
     pub async fn drain(&self, within: Duration) -> DrainReport {
-<<<<<<< HEAD
-        // An error means that it has stopped: nothing is left to drain.
-        let report = self.addr.send(Drain { within }).await;
-        report.unwrap_or_default()
-=======
         // An error means that it has drained already.
         self.addr.send(Drain { within }).await.unwrap_or_default()
->>>>>>> failure
     }
 
     /// Makes the next message of a lane panic in the lane's own code.
