@@ -298,7 +298,7 @@ run_examples() {
     done
     for line in "${examples[@]}"; do
         read -r -a words <<<"$line"
-        words=("${words[@]/#@amqp/$LANEWAY_AMQP_URL}")
+        words=("${words[@]/#@amqp/"$LANEWAY_AMQP_URL"}")
         step "example $line" \
             cargo run --locked --release --quiet --example "${words[0]}" -- "${words[@]:1}"
     done
