@@ -32,7 +32,7 @@ use crate::endpoint::{Counters, Endpoint};
 use crate::envelope::{Delivery, HeaderValue, Identity};
 use crate::handler::{ContextPublisher, HandlerSet};
 use crate::key::{Fingerprints, LaneIndex, OrderingKey};
-use crate::lane::{Lane, LaneAddr, LaneGate, LaneLink, ToLane};
+use crate::lane::{Lane, LaneAddr, LaneGate, LaneLink, Mail, ToLane};
 use crate::observe::{EndpointSnapshot, EndpointState, EventKind, Events};
 use crate::outcome::Outcome;
 use crate::permits::Permits;
@@ -272,6 +272,8 @@ pub(crate) enum FromLane {
     LaneDied(LaneIndex),
     /// The poison handler has panicked too often.
     PoisonHandlerDied,
+    /// The carrier of the mail for lanes has panicked too often.
+    CarrierDied,
 }
 
 /// A message that has ended.
@@ -331,6 +333,7 @@ pub struct EndpointSupervisor {
     endpoint: Arc<Endpoint>,
     source: Arc<dyn Source>,
     lanes: Arc<Vec<Arc<LaneLink>>>,
+    mails: Vec<Arc<Mail>>,
     gates: Arc<Vec<Arc<LaneGate>>>,
     draining_flag: Arc<AtomicBool>,
     /// Unsettled deliveries per lane, to find the least loaded one.
@@ -397,9 +400,11 @@ impl EndpointSupervisor {
         });
         let draining_flag = Arc::new(AtomicBool::new(false));
         let index = |lane: usize| LaneIndex::new(u32::try_from(lane).unwrap_or(u32::MAX));
+        let threads = spec.arbiters.len().max(1);
+        let mails: Vec<_> = (0..threads).map(|_| Arc::new(Mail::default())).collect();
         let lanes: Arc<Vec<_>> = Arc::new(
             (0..lane_count)
-                .map(|lane| LaneLink::new(index(lane)))
+                .map(|lane| LaneLink::new(index(lane), &mails[lane % threads]))
                 .collect(),
         );
         let gates: Arc<Vec<_>> = Arc::new(
@@ -417,6 +422,7 @@ impl EndpointSupervisor {
             endpoint: Arc::clone(&endpoint),
             source: spec.source,
             lanes: Arc::clone(&lanes),
+            mails: mails.clone(),
             gates: Arc::clone(&gates),
             draining_flag,
             loads: vec![0; lane_count],
@@ -463,11 +469,12 @@ impl EndpointSupervisor {
                 died(FromLane::PoisonHandlerDied),
             )
         };
+        for (number, mail) in mails.iter().enumerate() {
+            let arbiter = spec.arbiters.get(number);
+            mail.start_carrier(arbiter, intensity, died(FromLane::CarrierDied));
+        }
         for (number, link) in lanes.iter().enumerate() {
-            let arbiter = match spec.arbiters.len() {
-                0 => None,
-                count => Some(&spec.arbiters[number % count]),
-            };
+            let arbiter = spec.arbiters.get(number % threads);
             let (endpoint, own_link) = (Arc::clone(&endpoint), Arc::clone(link));
             let (supervisor, poison) = (addr.clone(), poison.clone());
             link.connect(restart::start(
@@ -784,6 +791,7 @@ impl EndpointSupervisor {
         let session = self.last_session;
         self.tell_lanes(|| ToLane::SessionEnded(session));
         self.tell_lanes(|| ToLane::Stop);
+        self.mails.iter().for_each(|mail| mail.close());
         let drain = self.drain.take();
         let broken = drain.as_ref().is_some_and(|drain| drain.broken);
         tracing::info!(
@@ -1096,6 +1104,12 @@ impl Handler<FromLane> for EndpointSupervisor {
             }
             FromLane::PoisonHandlerDied => {
                 self.fail("the poison handler panicked too often".to_owned(), ctx);
+            }
+            FromLane::CarrierDied => {
+                self.fail(
+                    "the carrier of the lanes' mail panicked too often".to_owned(),
+                    ctx,
+                );
             }
         }
     }

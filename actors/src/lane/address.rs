@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use actix::Addr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::mail::Mail;
 use super::{AskLane, Lane, LaneSnapshot, ToLane};
 use crate::endpoint::Endpoint;
 use crate::envelope::Delivery;
@@ -17,14 +18,16 @@ use crate::permits::Permit;
 /// another sender to its mailbox; here nobody clones one.)
 pub(crate) struct LaneLink {
     index: LaneIndex,
+    mail: Arc<Mail>,
     addr: std::sync::OnceLock<Addr<Lane>>,
     tracks: AtomicUsize,
 }
 
 impl LaneLink {
-    pub(crate) fn new(index: LaneIndex) -> Arc<Self> {
+    pub(crate) fn new(index: LaneIndex, mail: &Arc<Mail>) -> Arc<Self> {
         Arc::new(Self {
             index,
+            mail: Arc::clone(mail),
             addr: std::sync::OnceLock::new(),
             tracks: AtomicUsize::new(0),
         })
@@ -41,7 +44,14 @@ impl LaneLink {
     }
 
     /// Tells the lane something. To a lane that has stopped it says nothing.
-    pub(crate) fn tell(&self, message: ToLane) {
+    pub(crate) fn tell(self: &Arc<Self>, message: ToLane) {
+        if self.is_connected() {
+            self.mail.post(Arc::clone(self), message);
+        }
+    }
+
+    /// The last step of a message's way, on the lane's own thread.
+    pub(super) fn deliver(&self, message: ToLane) {
         if let Some(addr) = self.addr.get() {
             addr.do_send(message);
         }
@@ -52,7 +62,7 @@ impl LaneLink {
         self.addr.get().is_some_and(Addr::connected)
     }
 
-    pub(crate) fn granted(&self, ticket: Ticket, permit: Permit) {
+    pub(crate) fn granted(self: &Arc<Self>, ticket: Ticket, permit: Permit) {
         self.tell(ToLane::Granted(ticket, permit));
     }
 

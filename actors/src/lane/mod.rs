@@ -11,6 +11,7 @@
 mod address;
 mod attempt;
 pub mod machine;
+mod mail;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use tokio::task::AbortHandle;
 pub use address::{LaneAddr, SendError};
 pub(crate) use address::{LaneGate, LaneLink};
 pub(crate) use attempt::RunEnd;
+pub(crate) use mail::Mail;
 
 use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, Identity};
