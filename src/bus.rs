@@ -234,6 +234,7 @@ impl BusBuilder {
             }
             return Err(ConfigError { problems });
         };
+        problems.extend(transport.problems());
         let publisher = Arc::new(BusPublisher::new(routes, transport.publisher()));
         let events = Events::default();
         let mut specs = Vec::new();

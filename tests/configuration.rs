@@ -314,3 +314,15 @@ async fn a_queue_that_is_only_published_to_is_declared_too() {
         .expect("declared");
     stop(&bus).await;
 }
+
+#[cfg(feature = "rabbitmq")]
+#[test]
+fn a_wrong_url_is_refused_by_build_without_showing_its_password() {
+    let built = Bus::builder()
+        .rabbitmq(RabbitMq::at("http://guest:s3cret-value@localhost"))
+        .build();
+    let text = built.expect_err("not an AMQP URL").to_string();
+    assert!(text.contains("RabbitMq::url"), "{text}");
+    assert!(text.contains("amqp"), "{text}");
+    assert!(!text.contains("s3cret"), "{text}");
+}

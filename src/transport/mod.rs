@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use laneway_actors::Problem;
 use laneway_actors::port::{Parking, Publisher, Source};
 
 use crate::topology::QueueSpec;
@@ -13,6 +14,11 @@ pub mod rabbitmq;
 
 /// What the bus asks of a transport. Nothing here does I/O: connections are opened by the ports.
 pub trait Transport: Send + Sync + 'static {
+    /// What is wrong with the transport's own settings. Pure: asked by `build()`.
+    fn problems(&self) -> Vec<Problem> {
+        Vec::new()
+    }
+
     /// The source of a queue. Its `verify` declares or checks the queue and its parking place.
     fn source(&self, queue: &QueueSpec) -> Arc<dyn Source>;
 

@@ -144,6 +144,8 @@ pub(crate) struct Lane {
     settled: Vec<Settled>,
     /// Sessions of direct senders, to drain them too.
     direct_sessions: BTreeSet<SessionId>,
+    /// Nothing starts any more.
+    drains: bool,
     /// Sessions that drain and are not quiet yet.
     draining: BTreeSet<SessionId>,
     /// Restarted, and what it has forgotten will come again in the next session only. Until this one is
@@ -175,6 +177,7 @@ impl Lane {
             late_details: HashMap::new(),
             settled: Vec::new(),
             direct_sessions: BTreeSet::new(),
+            drains: false,
             draining: BTreeSet::new(),
             forgetful: false,
         }
@@ -628,8 +631,9 @@ impl Handler<ToLane> for Lane {
                 }
             }
             ToLane::Direct(delivery) => {
-                // A session that has ended takes its deliveries with it; the settle handle is dropped.
-                if !Delivery::session(&delivery).has_ended() {
+                // A session that has ended takes its deliveries with it, and a sender that had looked before
+                // the drain began can still come after it: the settle handle is dropped.
+                if !self.drains && !Delivery::session(&delivery).has_ended() {
                     self.direct_sessions.insert(delivery.session_id());
                     self.feed(Event::Offered(delivery), None);
                 }
@@ -652,6 +656,7 @@ impl Handler<ToLane> for Lane {
                 }
             }
             ToLane::Drain(session) => {
+                self.drains = true;
                 self.draining.clone_from(&self.direct_sessions);
                 self.draining.insert(session);
                 for session in self.draining.clone() {

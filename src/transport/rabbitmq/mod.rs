@@ -52,6 +52,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use laneway_actors::Problem;
 use laneway_actors::port::{Parking, Publisher, Source, SourceError};
 
 use self::core::Core;
@@ -261,6 +262,13 @@ impl fmt::Debug for RabbitMq {
 }
 
 impl Transport for RabbitMq {
+    fn problems(&self) -> Vec<Problem> {
+        let invalid = self.check().err().into_iter().flatten();
+        invalid
+            .map(|found| Problem::new("", format!("RabbitMq::{}", found.setting), found.problem))
+            .collect()
+    }
+
     fn source(&self, queue: &QueueSpec) -> Arc<dyn Source> {
         Arc::new(QueueSource::new(self.clone(), queue.clone()))
     }

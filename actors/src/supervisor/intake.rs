@@ -1,0 +1,126 @@
+//! Intake: from a batch of the source to the lanes, by key.
+
+use std::sync::Arc;
+
+use crate::endpoint::Endpoint;
+use crate::envelope::{Delivery, HeaderValue};
+use crate::key::{LaneIndex, OrderingKey};
+use crate::lane::ToLane;
+use crate::observe::EventKind;
+use crate::outcome::Outcome;
+
+use super::EndpointSupervisor;
+
+impl EndpointSupervisor {
+    /// Sends deliveries to their lanes.
+    ///
+    /// # Errors
+    /// When the source breaks its promise: then the session is of no use any more.
+    pub(super) fn arrived(&mut self, batch: Vec<Delivery>) -> Result<(), String> {
+        let Some(live) = &mut self.live else {
+            return Ok(());
+        };
+        let mut broken = Ok(());
+        let ordered = self.endpoint.config.ordering.is_some();
+        for mut delivery in batch {
+            let (tag, identity) = (delivery.tag(), delivery.identity());
+            let out_of_order = || {
+                let tag = tag.0;
+                Err(format!(
+                    "the source gave delivery tag {tag}, which does not rise"
+                ))
+            };
+            let copy_of = self
+                .finished
+                .match_copy(identity, delivery.is_redelivered());
+            if let Some(ending) = copy_of {
+                if !live.book.arrived(tag, 0) {
+                    broken = out_of_order();
+                    break;
+                }
+                live.book.ended(tag);
+                if ending.late && ending.outcome == Outcome::Handled {
+                    self.endpoint.counters.handled.add(1);
+                }
+                self.finished.record(delivery.identity(), ending.outcome);
+                continue;
+            }
+            if ordered {
+                resolve_key(&self.endpoint, &mut delivery);
+            }
+            let lane = match delivery.key() {
+                Some(key) => LaneIndex::of(key, self.endpoint.config.lanes).get(),
+                None => {
+                    if !self.earlier_attempts.is_empty() && delivery.is_redelivered() {
+                        let earlier = self.earlier_attempts.remove(delivery.identity());
+                        delivery.earlier_attempts = earlier.unwrap_or(0);
+                    }
+                    least_loaded(&self.loads)
+                }
+            };
+            if !live.book.arrived(tag, lane) {
+                broken = out_of_order();
+                break;
+            }
+            self.loads[lane] += 1;
+            self.by_lane[lane].push(Arc::new(delivery));
+        }
+        for (lane, deliveries) in self.by_lane.iter_mut().enumerate() {
+            if !deliveries.is_empty() {
+                self.lanes[lane].tell(ToLane::Offer(std::mem::take(deliveries)));
+            }
+        }
+        broken
+    }
+}
+
+/// The first source of the key that gives one: header, typed selector, correlation id.
+fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
+    let Some(source) = &endpoint.config.ordering else {
+        return;
+    };
+    let from_header = source.header.as_deref().and_then(|name| {
+        let value = delivery.envelope().headers.get(name)?;
+        HeaderValue::as_key_bytes(value).map(|bytes| OrderingKey::from(&*bytes))
+    });
+    let key = match from_header {
+        None if source.typed => endpoint
+            .handlers
+            .typed_key(delivery)
+            .unwrap_or_else(|failure| {
+                // The message fails when it is handled; without its key it has no place in any order.
+                delivery.intake_failure = Some((failure.kind(), failure.detail()));
+                None
+            }),
+        found => found,
+    };
+    if key.is_some() {
+        delivery.key = key;
+        return;
+    }
+    let correlation = delivery.envelope().correlation_id.as_deref();
+    let fallback = correlation
+        .filter(|id| source.correlation_id && !id.is_empty())
+        .map(OrderingKey::from);
+    let only_source = source.header.is_none() && !source.typed;
+    if fallback.is_none() {
+        endpoint.counters.keyless.add(1);
+    } else if !only_source {
+        endpoint.counters.key_fallbacks.add(1);
+    }
+    if fallback.is_none() || !only_source {
+        endpoint.emit(EventKind::KeyMissing {
+            message: delivery.envelope().id.clone(),
+            fallback: fallback.is_some(),
+        });
+    }
+    delivery.key = fallback;
+}
+
+fn least_loaded(loads: &[usize]) -> usize {
+    loads
+        .iter()
+        .enumerate()
+        .min_by_key(|&(_, load)| load)
+        .map_or(0, |(lane, _)| lane)
+}

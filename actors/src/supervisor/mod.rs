@@ -1,0 +1,463 @@
+//! The EndpointSupervisor actor: owns the source's session, the credits, the lanes and the drain.
+//!
+//! ```text
+//! source ── batches ──► supervisor ── one message per lane and batch ──► lanes
+//!    ▲                      │  ▲                                          │
+//!    └── acknowledgements ──┘  └────────────── ended, in batches ─────────┘
+//! ```
+//! It is the only one who acknowledges (invariant 5). From the moment a session is seen to be lost,
+//! nothing of it is started or settled (invariant 8); what it finished is remembered, so that copies
+//! need not run again.
+//!
+//! **Drain**, in this order: no more intake; the lanes start nothing new; what runs may finish, and what
+//! is being parked may be confirmed, until the deadline; every acknowledgement is processed (barrier);
+//! the session is closed, which gives the rest back in order; the lanes stop.
+
+mod drain;
+mod handle;
+mod intake;
+mod session;
+mod spec;
+mod start;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use actix::{
+    Actor, AsyncContext, Context, Handler, Message, ResponseFuture, StreamHandler, Supervised,
+};
+use tokio::sync::{oneshot, watch};
+
+use crate::endpoint::Endpoint;
+use crate::envelope::{Delivery, Identity};
+use crate::key::LaneIndex;
+use crate::lane::{LaneGate, LaneLink, Mail, ToLane};
+use crate::observe::{EndpointSnapshot, EndpointState, EventKind};
+use crate::outcome::Outcome;
+use crate::port::{Session, Source, SourceError};
+use crate::session::{SessionId, SessionState};
+use crate::settlement::{AckBook, Ending, Finished};
+
+pub use handle::{DrainReport, EndpointHandle};
+pub use spec::{EndpointSpec, check_endpoint};
+
+use drain::Draining;
+
+/// How often the supervisor looks after paused lanes and used-up credits.
+const HOUSEKEEPING: Duration = Duration::from_millis(250);
+
+// ---- messages
+
+/// What lanes tell the supervisor.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) enum FromLane {
+    Settled(Vec<Settled>),
+    Forgotten(Identity, u32),
+    Quiet(LaneIndex),
+    Paused,
+    HandlersGone,
+    Restarted,
+    /// The lane has panicked too often.
+    LaneDied(LaneIndex),
+    /// The poison handler has panicked too often.
+    PoisonHandlerDied,
+    /// The carrier of the mail for lanes has panicked too often.
+    CarrierDied,
+}
+
+/// A message that has ended.
+pub(crate) struct Settled {
+    pub(crate) delivery: Arc<Delivery>,
+    pub(crate) outcome: Outcome,
+    /// Its session had ended before it did.
+    pub(crate) orphan: bool,
+}
+
+/// Acknowledge, and answer whether the source is known to have processed it.
+#[derive(Message)]
+#[rtype(result = "bool")]
+pub(crate) struct SettleWithBarrier {
+    pub(crate) delivery: Arc<Delivery>,
+    pub(crate) outcome: Outcome,
+}
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Flush;
+
+#[derive(Message)]
+#[rtype(result = "Result<(), String>")]
+struct FirstSession;
+
+#[derive(Message)]
+#[rtype(result = "EndpointSnapshot")]
+struct AskSupervisor;
+
+#[derive(Message)]
+#[rtype(result = "DrainReport")]
+struct Drain {
+    within: Duration,
+}
+
+/// An item of the source's stream: a batch, an error, or (without either) the end.
+struct FromSource {
+    session: SessionId,
+    batch: Option<Result<Vec<Delivery>, SourceError>>,
+}
+
+// ---- the actor
+
+/// The open session.
+struct Live {
+    state: Arc<SessionState>,
+    control: Arc<dyn Session>,
+    book: AckBook,
+    opened: Instant,
+    /// Something was acknowledged on it.
+    useful: bool,
+}
+
+/// Supervises one endpoint; see the module.
+pub struct EndpointSupervisor {
+    endpoint: Arc<Endpoint>,
+    source: Arc<dyn Source>,
+    lanes: Arc<Vec<Arc<LaneLink>>>,
+    mails: Vec<Arc<Mail>>,
+    gates: Arc<Vec<Arc<LaneGate>>>,
+    draining_flag: Arc<AtomicBool>,
+    /// Unsettled deliveries per lane, to find the least loaded one.
+    loads: Vec<usize>,
+    /// Deliveries of one batch, by lane.
+    by_lane: Vec<Vec<Arc<Delivery>>>,
+    live: Option<Live>,
+    last_session: SessionId,
+    finished: Finished,
+    /// Attempts of keyless messages whose session has ended.
+    earlier_attempts: HashMap<Identity, u32>,
+    /// Failed tries to open a session, and sessions that were of no use, since the last useful one.
+    failures: u32,
+    flush_scheduled: bool,
+    any_paused: bool,
+    exhausted: bool,
+    /// Lanes that were given up. They report nothing any more.
+    dead_lanes: Vec<LaneIndex>,
+    first_session: Vec<oneshot::Sender<Result<(), String>>>,
+    first_result: Option<Result<(), String>>,
+    drain: Option<Draining>,
+    state: watch::Sender<EndpointState>,
+}
+
+impl EndpointSupervisor {
+    fn tell_lanes(&self, message: impl Fn() -> ToLane) {
+        for lane in self.lanes.iter() {
+            lane.tell(message());
+        }
+    }
+
+    fn set_state(&self, state: EndpointState) {
+        self.state.send_replace(state);
+    }
+
+    // ---- settling
+
+    /// Marks a delivery ended; false if it cannot be settled, because its session has ended.
+    fn mark_ended(&mut self, delivery: &Delivery) -> bool {
+        let Some(live) = &mut self.live else {
+            return false;
+        };
+        if live.state.id() != delivery.session_id() || live.state.has_ended() {
+            return false;
+        }
+        if let Some(lane) = live.book.ended(delivery.tag()) {
+            self.loads[lane] -= 1;
+        }
+        true
+    }
+
+    fn flush(&mut self) {
+        self.flush_scheduled = false;
+        if let Some(live) = &mut self.live
+            && live.book.has_ended()
+        {
+            let mut acks = Vec::new();
+            live.book.acknowledge(&mut acks);
+            live.control.acknowledge(&acks);
+            live.useful = true;
+        }
+    }
+
+    /// Acknowledges after everything that waits in the mailbox now, so that a burst of outcomes becomes
+    /// few acknowledgements; without a timer, so that a single outcome is not delayed.
+    fn schedule_flush(&mut self, ctx: &mut Context<Self>) {
+        if !self.flush_scheduled {
+            self.flush_scheduled = true;
+            ctx.notify(Flush);
+        }
+    }
+
+    /// Something of Laneway itself is broken: finish what runs, and stop with an error.
+    fn fail(&mut self, reason: String, ctx: &mut Context<Self>) {
+        tracing::error!(
+            endpoint = %self.endpoint.config.name,
+            queue = %self.endpoint.queue,
+            %reason,
+            "endpoint failed: draining"
+        );
+        self.endpoint.emit(EventKind::Failed { reason });
+        self.begin_drain(Duration::from_secs(30), true, ctx);
+    }
+
+    fn housekeeping(&mut self, ctx: &mut Context<Self>) {
+        if let Some(drain) = &mut self.drain
+            && !self.dead_lanes.is_empty()
+            && self.endpoint.permits.taken() == 0
+        {
+            // A dead lane cannot say that it is quiet; without a permit taken nothing of it can run.
+            for lane in &self.dead_lanes {
+                drain.quiet[lane.get()] = true;
+            }
+            self.maybe_close(ctx);
+        }
+        if self.any_paused
+            && self
+                .live
+                .as_ref()
+                .is_some_and(|live| live.state.may_start())
+        {
+            self.any_paused = false;
+            self.tell_lanes(|| ToLane::Resume);
+        }
+        let credits = u32::from(self.endpoint.config.credits);
+        let in_flight = self.live.as_ref().map_or(0, |live| live.book.unsettled());
+        let used_up = in_flight >= credits as usize;
+        if used_up && !self.exhausted {
+            let keys: usize = self.lanes.iter().map(|lane| lane.tracks()).sum();
+            // With as many keys as permits the credits are simply at work.
+            if keys < self.endpoint.config.concurrency.get() as usize {
+                self.exhausted = true;
+                self.endpoint
+                    .emit(EventKind::CreditsExhausted { keys, credits });
+            }
+        } else if !used_up {
+            self.exhausted = false;
+        }
+    }
+}
+
+impl Actor for EndpointSupervisor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Context<Self>) {
+        ctx.run_interval(HOUSEKEEPING, Self::housekeeping);
+        if self.drain.is_some() {
+            // Restarted after a panic in the middle of a drain: the rest of it, without waiting.
+            self.close(ctx);
+        } else {
+            self.open(ctx);
+        }
+    }
+}
+
+impl Supervised for EndpointSupervisor {
+    /// After a panic of the supervisor's own code: its books may be half changed, and everything spawned
+    /// in its context is gone. The session is given up, so that everything unsettled comes again.
+    fn restarting(&mut self, _: &mut Context<Self>) {
+        self.endpoint.emit(EventKind::ActorRestarted {
+            actor: "supervisor",
+        });
+        if let Some(live) = self.live.take() {
+            live.state.end();
+            actix::spawn(async move { live.control.close().await });
+        }
+        let session = self.last_session;
+        self.tell_lanes(|| ToLane::SessionEnded(session));
+        self.loads.fill(0);
+        self.by_lane.iter_mut().for_each(Vec::clear);
+        self.finished.session_ended();
+        self.flush_scheduled = false;
+        if let Some(drain) = &mut self.drain {
+            drain.closing = false;
+        }
+    }
+}
+
+impl StreamHandler<FromSource> for EndpointSupervisor {
+    fn handle(&mut self, item: FromSource, ctx: &mut Context<Self>) {
+        let current = self
+            .live
+            .as_ref()
+            .is_some_and(|live| live.state.id() == item.session);
+        if !current {
+            return; // late news of a session that is over
+        }
+        match item.batch {
+            // Not taken in during a drain: closing the session gives it back.
+            Some(Ok(_)) if self.drain.is_some() => {}
+            Some(Ok(batch)) => match self.arrived(batch) {
+                Ok(()) => self.schedule_flush(ctx),
+                Err(reason) => self.session_lost(reason, ctx),
+            },
+            Some(Err(error)) => self.session_lost(error.to_string(), ctx),
+            None => self.session_lost("the source ended the session".to_owned(), ctx),
+        }
+    }
+
+    /// The end of one session's stream is not the end of the supervisor.
+    fn finished(&mut self, _: &mut Context<Self>) {}
+}
+
+impl Handler<FromLane> for EndpointSupervisor {
+    type Result = ();
+
+    fn handle(&mut self, message: FromLane, ctx: &mut Context<Self>) {
+        match message {
+            FromLane::Settled(settled) => {
+                for Settled {
+                    delivery,
+                    outcome,
+                    orphan,
+                } in settled
+                {
+                    if !orphan && self.mark_ended(&delivery) {
+                        self.finished.record(delivery.identity(), outcome);
+                    } else {
+                        let ending = Ending {
+                            outcome,
+                            late: orphan,
+                        };
+                        self.finished.record_late(delivery.identity(), ending);
+                    }
+                }
+                self.schedule_flush(ctx);
+            }
+            FromLane::Forgotten(identity, attempts) => {
+                if self.earlier_attempts.len() >= 2 * usize::from(self.endpoint.config.credits) {
+                    self.earlier_attempts.clear(); // counts begin anew, order is not touched
+                }
+                self.earlier_attempts.insert(identity, attempts);
+            }
+            FromLane::Quiet(lane) => {
+                if let Some(drain) = &mut self.drain {
+                    drain.quiet[lane.get()] = true;
+                }
+                self.maybe_close(ctx);
+            }
+            FromLane::Paused => self.any_paused = true,
+            FromLane::HandlersGone => {
+                let reason = "the runtime that runs the handlers has shut down".to_owned();
+                self.fail(reason, ctx);
+            }
+            FromLane::Restarted => {
+                self.endpoint
+                    .emit(EventKind::ActorRestarted { actor: "lane" });
+                if self.live.is_some() {
+                    self.session_lost("a lane was restarted".to_owned(), ctx);
+                } else {
+                    // Between two sessions: the lane waits for the word all the same.
+                    let session = self.last_session;
+                    self.tell_lanes(|| ToLane::SessionEnded(session));
+                }
+            }
+            FromLane::LaneDied(lane) => {
+                self.dead_lanes.push(lane);
+                self.fail("a lane panicked too often".to_owned(), ctx);
+            }
+            FromLane::PoisonHandlerDied => {
+                self.fail("the poison handler panicked too often".to_owned(), ctx);
+            }
+            FromLane::CarrierDied => {
+                self.fail(
+                    "the carrier of the lanes' mail panicked too often".to_owned(),
+                    ctx,
+                );
+            }
+        }
+    }
+}
+
+impl Handler<Flush> for EndpointSupervisor {
+    type Result = ();
+
+    fn handle(&mut self, _: Flush, _: &mut Context<Self>) {
+        self.flush();
+    }
+}
+
+impl Handler<SettleWithBarrier> for EndpointSupervisor {
+    type Result = ResponseFuture<bool>;
+
+    fn handle(&mut self, settle: SettleWithBarrier, _: &mut Context<Self>) -> Self::Result {
+        if settle.delivery.is_direct() {
+            let settle_now = settle.delivery.take_direct();
+            let alive = !settle.delivery.session().has_ended();
+            if let Some(tell) = settle_now.filter(|_| alive) {
+                tell(settle.outcome);
+            }
+            return Box::pin(async move { alive });
+        }
+        // Not remembered as finished: should the session end before the barrier, the copy must go through
+        // its lane, which holds the key until that copy's own acknowledgement is known to be processed.
+        if !self.mark_ended(&settle.delivery) {
+            return Box::pin(async { false });
+        }
+        self.flush();
+        match &self.live {
+            Some(live) => {
+                let barrier = live.control.barrier();
+                Box::pin(async move { barrier.await.is_ok() })
+            }
+            None => Box::pin(async { false }),
+        }
+    }
+}
+
+impl Handler<FirstSession> for EndpointSupervisor {
+    type Result = ResponseFuture<Result<(), String>>;
+
+    fn handle(&mut self, _: FirstSession, _: &mut Context<Self>) -> Self::Result {
+        if let Some(result) = self.first_result.clone() {
+            return Box::pin(async move { result });
+        }
+        let (sender, receiver) = oneshot::channel();
+        self.first_session.push(sender);
+        Box::pin(async move {
+            receiver
+                .await
+                .unwrap_or_else(|_| Err("the endpoint has stopped".to_owned()))
+        })
+    }
+}
+
+impl Handler<AskSupervisor> for EndpointSupervisor {
+    type Result = ResponseFuture<EndpointSnapshot>;
+
+    fn handle(&mut self, _: AskSupervisor, _: &mut Context<Self>) -> Self::Result {
+        let in_flight = self.live.as_ref().map_or(0, |live| live.book.unsettled());
+        let mut snapshot = handle::snapshot_of(&self.endpoint, *self.state.borrow(), in_flight);
+        let lanes = Arc::clone(&self.lanes);
+        Box::pin(async move {
+            let parts = futures::future::join_all(lanes.iter().map(|lane| lane.snapshot())).await;
+            for part in parts {
+                snapshot.lane_depth.push(part.depth);
+                snapshot.waiting_keys.extend(part.waiting);
+            }
+            snapshot
+        })
+    }
+}
+
+impl Handler<Drain> for EndpointSupervisor {
+    type Result = ResponseFuture<DrainReport>;
+
+    fn handle(&mut self, drain: Drain, ctx: &mut Context<Self>) -> Self::Result {
+        self.begin_drain(drain.within, false, ctx);
+        let (sender, receiver) = oneshot::channel();
+        if let Some(drain) = &mut self.drain {
+            drain.reports.push(sender);
+        }
+        Box::pin(async move { receiver.await.unwrap_or_default() })
+    }
+}

@@ -1,0 +1,149 @@
+//! The start of an endpoint's actors.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::Problem;
+use crate::endpoint::{Counters, Endpoint};
+use crate::key::LaneIndex;
+use crate::lane::{Lane, LaneGate, LaneLink, Mail};
+use crate::observe::{EndpointState, EventKind};
+use crate::permits::Permits;
+use crate::poison::PoisonHandler;
+use crate::restart;
+use crate::session::SessionId;
+use crate::settlement::Finished;
+
+use super::{EndpointHandle, EndpointSpec, EndpointSupervisor, FromLane};
+
+impl EndpointSupervisor {
+    /// Starts an endpoint in the current thread's actix `System`.
+    ///
+    /// # Errors
+    /// Every problem of the settings; nothing is started then.
+    ///
+    /// # Panics
+    /// When the current thread runs no actix `System`.
+    pub fn start(spec: EndpointSpec) -> Result<EndpointHandle, Vec<Problem>> {
+        let config = spec.check()?;
+        let runtime = super::spec::handler_runtime(spec.runtime)
+            .map_err(|what| vec![Problem::new(&*config.name, "runtime", what)])?;
+        // An endpoint without ordering has no use for lanes: one per thread that runs them is enough.
+        let lane_count = match config.ordering {
+            Some(_) => config.lanes.get() as usize,
+            None => spec.arbiters.len().max(1),
+        };
+        let intensity = config.intensity;
+        let credits = usize::from(config.credits);
+        let lane_depth = config.lane_depth;
+        let endpoint = Arc::new(Endpoint {
+            permits: Permits::new(config.concurrency),
+            queue: spec.source.name().into(),
+            handlers: spec.handlers,
+            publisher: spec.publisher,
+            events: spec.events,
+            fingerprints: spec.fingerprints,
+            runtime,
+            counters: Counters::default(),
+            cancel: CancellationToken::new(),
+            config,
+        });
+        let draining_flag = Arc::new(AtomicBool::new(false));
+        let index = |lane: usize| LaneIndex::new(u32::try_from(lane).unwrap_or(u32::MAX));
+        let threads = spec.arbiters.len().max(1);
+        let mails: Vec<_> = (0..threads).map(|_| Arc::new(Mail::default())).collect();
+        let lanes: Arc<Vec<_>> = Arc::new(
+            (0..lane_count)
+                .map(|lane| LaneLink::new(index(lane), &mails[lane % threads]))
+                .collect(),
+        );
+        let gates: Arc<Vec<_>> = Arc::new(
+            (0..lane_count)
+                .map(|_| {
+                    Arc::new(LaneGate {
+                        slots: Arc::new(Semaphore::new(lane_depth)),
+                        draining: Arc::clone(&draining_flag),
+                    })
+                })
+                .collect(),
+        );
+        let (state, state_receiver) = watch::channel(EndpointState::Starting);
+        let actor = Self {
+            endpoint: Arc::clone(&endpoint),
+            source: spec.source,
+            lanes: Arc::clone(&lanes),
+            mails: mails.clone(),
+            gates: Arc::clone(&gates),
+            draining_flag,
+            loads: vec![0; lane_count],
+            by_lane: vec![Vec::new(); lane_count],
+            live: None,
+            last_session: SessionId::next(),
+            finished: Finished::new(2 * credits),
+            earlier_attempts: HashMap::new(),
+            failures: 0,
+            flush_scheduled: false,
+            any_paused: false,
+            exhausted: false,
+            dead_lanes: Vec::new(),
+            first_session: Vec::new(),
+            first_result: None,
+            drain: None,
+            state,
+        };
+        let dying = Arc::clone(&endpoint);
+        let state_on_death = actor.state.clone();
+        let addr = restart::start(
+            None,
+            intensity,
+            move |_| actor,
+            move || {
+                // Without its supervisor nothing can be settled: handlers are cancelled, nothing starts.
+                dying.cancel.cancel();
+                state_on_death.send_replace(EndpointState::Failed);
+                let reason = "the endpoint's supervisor panicked too often".to_owned();
+                dying.emit(EventKind::Failed { reason });
+            },
+        );
+        let died = |message: FromLane| {
+            let addr = addr.clone();
+            move || addr.do_send(message)
+        };
+        let poison = {
+            let (endpoint, parking, supervisor) =
+                (Arc::clone(&endpoint), spec.parking, addr.clone());
+            restart::start(
+                None,
+                intensity,
+                move |_| PoisonHandler::new(endpoint, parking, supervisor),
+                died(FromLane::PoisonHandlerDied),
+            )
+        };
+        for (number, mail) in mails.iter().enumerate() {
+            let arbiter = spec.arbiters.get(number);
+            mail.start_carrier(arbiter, intensity, died(FromLane::CarrierDied));
+        }
+        for (number, link) in lanes.iter().enumerate() {
+            let arbiter = spec.arbiters.get(number % threads);
+            let (endpoint, own_link) = (Arc::clone(&endpoint), Arc::clone(link));
+            let (supervisor, poison) = (addr.clone(), poison.clone());
+            link.connect(restart::start(
+                arbiter,
+                intensity,
+                move |_| Lane::new(endpoint, own_link, supervisor, poison),
+                died(FromLane::LaneDied(index(number))),
+            ));
+        }
+        Ok(EndpointHandle {
+            addr,
+            endpoint,
+            lanes,
+            gates,
+            state: state_receiver,
+        })
+    }
+}
