@@ -59,6 +59,7 @@
 //! - [`docs::ordering`]: choosing a key; what order means and does not
 //! - [`docs::failure`]: attempts, back-off, parking; what an operator sees
 //! - [`docs::shutdown`]: the steps of a drain
+//! - [`docs::architecture`]: how the parts work together, for whoever changes them
 //! - [`actors`]: the glossary, the supervision tree, the invariants; embedding in an actix `System`
 //! - [`transport::memory`]: the embedded broker, also as a test kit; [`testing`]: the order ledger
 //!

@@ -8,3 +8,6 @@ pub mod failure {}
 
 #[doc = include_str!("shutdown.md")]
 pub mod shutdown {}
+
+#[doc = include_str!("architecture.md")]
+pub mod architecture {}

@@ -4,7 +4,8 @@
 //! ends. With many lanes nearly every message would wake another actor across threads, and each would
 //! answer the supervisor with a batch of one. So everything for the lanes of one thread goes into one
 //! queue, whose carrier actor, on that thread, is woken once for whatever has gathered, and hands it on
-//! locally. (Measured with 256 lanes on two cores: README, Benchmarks.)
+//! locally. (With 256 lanes on two cores, 1 ms handlers and a quorum queue that took the throughput from
+//! 0.86 to 1.03 of a map of per-key queues written by hand: `src/docs/architecture.md`.)
 //!
 //! Promises that the messages of one sender reach a lane in the order in which they were sent.
 

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use crate::endpoint::Endpoint;
 use crate::key::{LaneIndex, OrderingKey};
-use crate::lane::{LaneAddr, LaneGate, LaneLink, ToLane};
+use crate::lane::{LaneAddr, LaneGate, LaneLink};
 use crate::observe::{EndpointSnapshot, EndpointState, Events};
 
 use super::{AskSupervisor, Drain, EndpointSupervisor, FirstSession};
@@ -103,7 +103,7 @@ impl EndpointHandle {
     #[doc(hidden)]
     pub fn panic_lane(&self, index: LaneIndex) {
         if let Some(lane) = self.lanes.get(index.get()) {
-            lane.tell(ToLane::Panic);
+            lane.tell(crate::lane::ToLane::Panic);
         }
     }
 }
