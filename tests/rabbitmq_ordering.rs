@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
-use laneway::{EndpointState, EventKind, QueueSpec};
+use laneway::{EndpointState, Event, EventKind, QueueSpec};
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
+use tokio::sync::broadcast::Receiver;
 use tokio::time::timeout;
 
 mod support;
@@ -153,6 +154,23 @@ async fn messages_of_one_key_run_in_order_from_a_quorum_queue() {
     order_holds_under_load(QueueType::Quorum).await;
 }
 
+/// Closes every connection at the broker, and waits until the loss was reported and the endpoint is back.
+/// (By events: while the command runs the endpoint can be gone and back again.)
+async fn close_connections(broker: &PrivateBroker, events: &mut Receiver<Event>) {
+    broker.close_all_connections();
+    let mut lost = false;
+    let back = async {
+        loop {
+            match events.recv().await.expect("few events").kind {
+                EventKind::Disconnected { .. } => lost = true,
+                EventKind::Connected { .. } if lost => break,
+                _ => {}
+            }
+        }
+    };
+    timeout(PATIENCE, back).await.expect("it reconnects");
+}
+
 /// Case O6 (and O12: handlers run whenever the connection is closed).
 async fn order_holds_while_the_broker_closes_connections(queue_type: QueueType) {
     let broker = PrivateBroker::start();
@@ -160,7 +178,7 @@ async fn order_holds_while_the_broker_closes_connections(queue_type: QueueType) 
     let (messages, keys) = counts();
     let (handler, done) = counting(&setup.ledger);
     let bus = setup.start(handler, |e| e.max_in_flight(100)).await;
-    let mut state = bus.endpoint(&setup.queue).expect("named above").state();
+    let mut events = bus.events();
     // Publishing has a connection of its own that is closed as well, so a foreign client publishes
     // before; the closures then fall into the consumption.
     let foreign = Foreign::connect(&setup.url).await;
@@ -178,19 +196,7 @@ async fn order_holds_while_the_broker_closes_connections(queue_type: QueueType) 
             }
         };
         timeout(PATIENCE, waiting).await.expect("progress");
-        state.mark_unchanged();
-        broker.close_all_connections();
-        timeout(
-            PATIENCE,
-            state.wait_for(|s| *s == EndpointState::Disconnected),
-        )
-        .await
-        .expect("the loss is seen")
-        .expect("the endpoint lives");
-        timeout(PATIENCE, state.wait_for(|s| *s == EndpointState::Running))
-            .await
-            .expect("reconnects")
-            .expect("the endpoint lives");
+        close_connections(&broker, &mut events).await;
     }
     all_handled(&setup.ledger, &done, messages).await;
     let snapshot = bus.snapshot().await;
@@ -248,21 +254,9 @@ async fn prefetched_messages_that_never_ran_are_not_parked_after_ten_closures() 
         .await;
     drop(foreign);
     let endpoint = bus.endpoint(&setup.queue).expect("named above");
-    let mut state = endpoint.state();
+    let mut events = bus.events();
     for _ in 0..10 {
-        state.mark_unchanged();
-        broker.close_all_connections();
-        timeout(
-            PATIENCE,
-            state.wait_for(|s| *s == EndpointState::Disconnected),
-        )
-        .await
-        .expect("the loss is seen")
-        .expect("the endpoint lives");
-        timeout(PATIENCE, state.wait_for(|s| *s == EndpointState::Running))
-            .await
-            .expect("reconnects")
-            .expect("the endpoint lives");
+        close_connections(&broker, &mut events).await;
         let full = async {
             while endpoint.snapshot().await.in_flight < 100 {
                 tokio::task::yield_now().await;
