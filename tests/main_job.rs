@@ -6,6 +6,7 @@
 #![cfg(all(unix, feature = "rabbitmq"))]
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::FieldTable;
@@ -14,7 +15,7 @@ use lapin::{Connection, ConnectionProperties};
 #[path = "support/job.rs"]
 mod job;
 mod support;
-use job::{Counted, Ended, History, Job};
+use job::{Counted, Ended, HandlerRun, History, Job};
 use support::broker::{shared_url, unique};
 
 /// The most that a killed process can leave unsettled: twice the concurrency of 16, the default of
@@ -213,11 +214,15 @@ struct LongRun {
 
 impl LongRun {
     fn new(name: &str, queue_type: &str, poison: u64) -> Self {
+        Self::with(name, queue_type, poison, "2")
+    }
+
+    fn with(name: &str, queue_type: &str, poison: u64, handler_ms: &str) -> Self {
         let (url, id) = (shared_url(), unique(name));
         let folder = tempfile::tempdir().expect("a folder");
         let ledger = folder.path().display().to_string();
         let (messages, keys) = counts();
-        let mut arguments = strings(&["--json", "--handler-ms", "2", "--concurrency", "16"]);
+        let mut arguments = strings(&["--json", "--handler-ms", handler_ms, "--concurrency", "16"]);
         arguments.extend(strings(&["--messages", &messages.to_string()]));
         arguments.extend(strings(&["--keys", &keys.to_string()]));
         arguments.extend(strings(&["--poison", &poison.to_string()]));
@@ -261,6 +266,31 @@ impl LongRun {
             }
             there
         })
+    }
+
+    /// Waits until the broker has given up whoever consumed the orders.
+    fn until_no_consumer(&self) {
+        let orders = format!("ordered-orders-{}", self.id);
+        let runtime = tokio::runtime::Runtime::new().expect("a runtime starts");
+        let waiting = async {
+            let connection = Connection::connect(&self.url, ConnectionProperties::default())
+                .await
+                .expect("the broker is there");
+            let channel = connection.create_channel().await.expect("a channel");
+            loop {
+                let options = QueueDeclareOptions::default().passive();
+                let name = orders.as_str().into();
+                let asked = channel.queue_declare(name, options, FieldTable::default());
+                if asked.await.expect("the queue is there").consumer_count() == 0 {
+                    return;
+                }
+                // The broker tells nobody; asking again is cheap.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        };
+        runtime
+            .block_on(async { tokio::time::timeout(Duration::from_secs(120), waiting).await })
+            .expect("the broker gives up who is silent for two heartbeats");
     }
 
     /// Holds the finished run to its promises, by its own summary and by the files.
@@ -359,4 +389,67 @@ fn a_run_on_a_classic_queue_goes_on_after_sigkill_in_order_and_with_few_duplicat
 #[test]
 fn a_run_on_a_quorum_queue_goes_on_after_sigkill_in_order_and_with_few_duplicates() {
     killed_twice("quorum");
+}
+
+// ---- a process that is stopped for longer than its connection lives
+
+/// The machine pauses one process (SIGSTOP), the broker gives it up, another takes over, and then the first
+/// one goes on as if nothing had happened.
+#[test]
+fn a_process_that_was_stopped_starts_nothing_stale_when_it_goes_on() {
+    // At 10 ms each the half of the messages is left when all are published.
+    let run = LongRun::with("sigstop", "classic", 0, "20");
+    let folder = run.folder.path();
+    let (messages, _) = counts();
+    let mut first = run.start();
+    first.until(folder, "published", messages as usize);
+    first.signal("STOP");
+    run.until_no_consumer();
+    let stopped = run.history();
+    let id = u64::from(first.id());
+    let of_first = |history: &History| -> Vec<HandlerRun> {
+        let runs = history.runs.iter();
+        runs.filter(|run| run.pid == id).cloned().collect()
+    };
+    let before = of_first(&stopped);
+    let running: Vec<_> = before.iter().filter(|run| run.end.is_none()).collect();
+    assert!((1..=16).contains(&running.len()), "{}", running.len());
+    let left = messages as usize - stopped.successes();
+    assert!(
+        left > 1_000,
+        "only {left} messages are left to be taken over"
+    );
+
+    let mut second = run.start();
+    second.until(folder, "start", stopped.runs.len() + left / 4);
+    first.signal("CONT");
+    let ended = second.wait();
+    first.signal("KILL");
+    assert_eq!(first.wait().status.code(), None);
+
+    let mut history = run.history();
+    let after = of_first(&history);
+    // Between its last look at the clock and the handler's first line a thread can be stopped too; there
+    // are two in the way of a message.
+    let stale = after.len() - before.len();
+    assert!(
+        stale <= 2,
+        "{stale} handlers were started although the messages were another's"
+    );
+    let counted = history.count();
+    assert_eq!(
+        (counted.lost, counted.inversions),
+        (0, 0),
+        "{counted:?} {ended:?}"
+    );
+    assert!(counted.duplicates <= MAX_IN_FLIGHT, "{counted:?}");
+    // What ran when it was stopped goes on, and may meet the other's runs. Nothing else may.
+    let went_on: Vec<_> = running.iter().map(|run| (run.pid, run.start)).collect();
+    history
+        .runs
+        .retain(|run| !went_on.contains(&(run.pid, run.start)));
+    if stale == 0 {
+        assert_eq!(history.count().overlaps, 0);
+    }
+    assert_eq!(run.queues(), Vec::<String>::new(), "everything is removed");
 }
