@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
-use laneway::{EventKind, WaitReason};
+use laneway::{EventKind, HeaderValue, WaitReason};
 
 #[path = "support/orders.rs"]
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    Gate, ORDERS, Seen, envelope, handled, in_flight, orders, plain_orders, put, send, snapshot,
-    started, stop, within,
+    Gate, ORDERS, Seen, Tally, envelope, handled, in_flight, orders, plain_orders, put, send,
+    snapshot, started, stop, within,
 };
-use workload::{Numbered, Scripted, Step, publish};
+use workload::{KEY_HEADER, Numbered, Scripted, Step, publish};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn messages_of_one_key_run_in_order_and_keys_in_parallel() {
@@ -256,6 +256,85 @@ async fn an_endpoint_without_order_runs_messages_of_one_key_at_once_and_asks_for
         seen.count(|kind| matches!(kind, EventKind::KeyMissing { .. })),
         0
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_order_nothing_that_could_be_a_key_is_looked_at_and_the_handler_sees_it_all() {
+    let broker = MemoryBroker::new();
+    let (seen_keys, seen_headers) = (Tally::new(), Tally::new());
+    let (keys, headers) = (seen_keys.clone(), seen_headers.clone());
+    let bus = started(plain_orders(broker.clone(), |e| {
+        e.handler(move |message: Numbered, cx: Context| {
+            if cx.key().is_some() {
+                keys.add();
+            }
+            let text = Some(&HeaderValue::Text(message.key.clone()));
+            let correlated = cx.envelope().correlation_id.as_deref() == Some("conversation");
+            if cx.headers().get(KEY_HEADER) == text && correlated {
+                headers.add();
+            }
+            async { Ok(()) }
+        })
+    }))
+    .await;
+    let seen = Seen::of(&bus);
+    for seq in 1..=300 {
+        let mut message = envelope("same", seq);
+        message.correlation_id = Some("conversation".into());
+        put(&broker, ORDERS, message).await;
+    }
+    handled(&bus, 300).await;
+    let state = snapshot(&bus).await;
+    stop(&bus).await;
+    assert_eq!((seen_keys.get(), seen_headers.get()), (0, 300));
+    assert_eq!((state.keyless, state.key_fallbacks), (0, 0));
+    assert_eq!(
+        seen.count(|kind| matches!(kind, EventKind::KeyMissing { .. })),
+        0
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_order_a_message_that_backs_off_holds_up_none_with_the_same_header() {
+    let broker = MemoryBroker::new();
+    let ledger = OrderLedger::in_memory();
+    let handler = Scripted::new(&ledger, |message, _| match message.seq {
+        1 => Step::Fail(Duration::ZERO),
+        _ => Step::Succeed(Duration::ZERO),
+    });
+    let bus = started(plain_orders(broker.clone(), |e| {
+        e.concurrency(2)
+            .backoff(Backoff::constant(Duration::from_secs(3600)))
+            .handler(handler)
+    }))
+    .await;
+    let seen = Seen::of(&bus);
+    send(&bus, &ledger, "same", 1).await;
+    seen.until("the first failure", 1, |kind| {
+        matches!(
+            kind,
+            EventKind::AttemptFailed {
+                attempt: 1,
+                key: None,
+                ..
+            }
+        )
+    })
+    .await;
+    for seq in 2..=100 {
+        send(&bus, &ledger, "same", seq).await;
+    }
+    handled(&bus, 99).await;
+    let state = snapshot(&bus).await;
+    assert_eq!((state.attempts, state.in_flight), (100, 1));
+    assert!(
+        state
+            .waiting_keys
+            .iter()
+            .all(|waiting| waiting.key.is_none() && waiting.behind == 0),
+        "{state:?}"
+    );
+    stop(&bus).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -125,6 +125,10 @@ find_tools() {
             fi
         fi
     done
+    # Counts instructions. Without it that one step fails, and says so.
+    if ! command -v valgrind >/dev/null && may_install; then
+        install valgrind || true
+    fi
     say "$(cargo --version), $(rustc --version)"
 }
 
@@ -304,6 +308,15 @@ run_examples() {
     done
 }
 
+# What a message costs without order and with it, as counted by valgrind.
+count_costs() {
+    if ! command -v valgrind >/dev/null; then
+        say "valgrind is missing and cannot be installed here (that takes Debian and root): install it"
+        return 1
+    fi
+    cargo bench --locked --quiet --package laneway --bench path_cost
+}
+
 die_unlisted() {
     say "$1 is in no line of the list of examples in tests/run.sh"
     return 1
@@ -322,6 +335,7 @@ step 'documentation' \
 step 'tests' cargo test --locked --workspace --no-fail-fast
 step 'examples build' cargo build --locked --release --package laneway --examples
 run_examples
+step 'cost of an endpoint without order' count_costs
 
 printf '\n'
 if ((${#failed[@]} > 0)); then

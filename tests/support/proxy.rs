@@ -1,12 +1,38 @@
-//! A TCP proxy that can cut its connections: a network that fails, for one client only.
+//! A TCP proxy that can cut its connections, or let them hang: a network that fails, for one client only.
 
+use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Forwards to one address until it is dropped.
 pub struct Proxy {
     address: SocketAddr,
     connections: Arc<Mutex<Vec<TcpStream>>>,
+    valve: Arc<Valve>,
+}
+
+/// Lets bytes through, or holds them back.
+#[derive(Default)]
+struct Valve {
+    shut: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Valve {
+    fn set(&self, shut: bool) {
+        *self.shut.lock().unwrap_or_else(PoisonError::into_inner) = shut;
+        self.changed.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut shut = self.shut.lock().unwrap_or_else(PoisonError::into_inner);
+        while *shut {
+            shut = self
+                .changed
+                .wait(shut)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
 }
 
 impl Proxy {
@@ -16,6 +42,8 @@ impl Proxy {
         let address = listener.local_addr().expect("it is bound");
         let connections = Arc::new(Mutex::new(Vec::new()));
         let (target, kept) = (target.to_owned(), Arc::downgrade(&connections));
+        let valve = Arc::new(Valve::default());
+        let passing = Arc::clone(&valve);
         std::thread::spawn(move || {
             for accepted in listener.incoming() {
                 let Some(kept) = kept.upgrade() else { return };
@@ -24,8 +52,8 @@ impl Proxy {
                 };
                 // Small frames are answered at once on loopback, unless Nagle holds them back.
                 let _ = client.set_nodelay(true).and(server.set_nodelay(true));
-                pump(&client, &server);
-                pump(&server, &client);
+                pump(&client, &server, &passing);
+                pump(&server, &client, &passing);
                 kept.lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .extend([client, server]);
@@ -34,12 +62,23 @@ impl Proxy {
         Self {
             address,
             connections,
+            valve,
         }
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Holds everything back, in both directions, also what new connections send. Nothing is lost.
+    pub fn stall(&self) {
+        self.valve.set(true);
+    }
+
+    /// Lets everything through again, what was held back first.
+    pub fn resume(&self) {
+        self.valve.set(false);
     }
 
     /// Cuts every connection. New ones are accepted.
@@ -56,6 +95,7 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
+        self.resume();
         self.cut();
         self.connections = Arc::default();
         // Wakes the listening thread, which then finds that it is not needed any more.
@@ -64,12 +104,19 @@ impl Drop for Proxy {
 }
 
 /// Copies from one socket to the other until either ends, then ends both.
-fn pump(from: &TcpStream, to: &TcpStream) {
+fn pump(from: &TcpStream, to: &TcpStream, valve: &Arc<Valve>) {
     let (Ok(mut from), Ok(mut to)) = (from.try_clone(), to.try_clone()) else {
         return;
     };
+    let valve = Arc::clone(valve);
     std::thread::spawn(move || {
-        let _ = std::io::copy(&mut from, &mut to);
+        let mut buffer = vec![0; 1 << 16];
+        while let Ok(count @ 1..) = from.read(&mut buffer) {
+            valve.pass();
+            if to.write_all(&buffer[..count]).is_err() {
+                break;
+            }
+        }
         let _ = from.shutdown(Shutdown::Both);
         let _ = to.shutdown(Shutdown::Both);
     });

@@ -1,6 +1,7 @@
 //! A queue as a source: verifies it, opens sessions on it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -17,6 +18,8 @@ use crate::topology::QueueSpec;
 pub(super) struct QueueSource {
     broker: RabbitMq,
     spec: Arc<QueueSpec>,
+    /// A session was opened before; since then the queue may have become another one.
+    opened: Arc<AtomicBool>,
 }
 
 impl QueueSource {
@@ -24,6 +27,7 @@ impl QueueSource {
         Self {
             broker,
             spec: Arc::new(spec),
+            opened: Arc::default(),
         }
     }
 }
@@ -58,11 +62,23 @@ impl Source for QueueSource {
                 .map_err(|why| refused(format!("queue name: {why}"), None))?;
             let core = self.broker.core().map_err(|why| refused(why, None))?;
             let spec = Arc::clone(&self.spec);
+            let before = Arc::clone(&self.opened);
             let (opened, result) = oneshot::channel();
             let opening = {
                 let core = Arc::clone(&core);
                 async move {
-                    let result = session::open(core, &spec, queue, state, credits).await;
+                    let verified = if before.load(Ordering::Relaxed) {
+                        topology::verify_again(&core, &spec).await
+                    } else {
+                        Ok(())
+                    };
+                    let result = match verified {
+                        Ok(()) => session::open(core, &spec, queue, state, credits).await,
+                        Err(why) => Err(why),
+                    };
+                    if result.is_ok() {
+                        before.store(true, Ordering::Relaxed);
+                    }
                     // Who asked has gone: then the session closes in order, by being dropped here.
                     // (Aborting the opening instead could cancel a consumer that has messages in
                     // hand: FACTS 12.)

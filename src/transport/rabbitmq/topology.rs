@@ -96,6 +96,28 @@ async fn queue(core: &Core, live: &Live, spec: &QueueSpec) -> Result<(), SourceE
     .await
 }
 
+/// Whether a declared queue is there and is what was declared. To be called on the own runtime, before each
+/// session but the first: while there was none, somebody may have deleted the queue, and declared another
+/// one that looks the same to a consumer and keeps no order (without a single active consumer).
+///
+/// A queue that is missing stays missing: who deleted it had a reason, and what was bound to it would not
+/// be bound to a new one.
+pub(super) async fn verify_again(core: &Core, spec: &QueueSpec) -> Result<(), SourceError> {
+    if !spec.declared {
+        return Ok(()); // the broker tells no arguments
+    }
+    let live = administrative(core).await?;
+    let name = named("queue", &spec.name)?;
+    let what = format!("queue `{}`", spec.name);
+    ask(core, &live, &what, async |channel| {
+        let options = QueueDeclareOptions::default().passive();
+        let asked = channel.queue_declare(name, options, FieldTable::default());
+        asked.await.map(drop)
+    })
+    .await?;
+    queue(core, &live, spec).await
+}
+
 async fn exchange(
     core: &Core,
     live: &Live,
