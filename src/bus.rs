@@ -10,8 +10,8 @@ use std::time::Duration;
 use laneway_actors::port::{Destination, PublishError};
 use laneway_actors::{
     ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointSpec,
-    EndpointState, Envelope, Event, Events, Fingerprints, Message, OrderingKey, Problem,
-    check_endpoint, header,
+    EndpointState, Envelope, Event, Events, FailureRules, Fingerprints, Message, OrderingKey,
+    Problem, check_endpoint, header,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, broadcast};
@@ -65,6 +65,9 @@ pub struct BusBuilder {
     fingerprints: Fingerprints,
     runtime: Option<Handle>,
     drain_deadline: Duration,
+    rules: FailureRules,
+    type_rules: Vec<(&'static str, FailureRules)>,
+    rules_missing: bool,
 }
 
 type HeaderOfQueue<'a> = &'a dyn Fn(&str) -> Option<Arc<str>>;
@@ -120,6 +123,36 @@ impl BusBuilder {
         self.routes.push(Box::new(move |routes, header, problems| {
             routes.add(route, header, problems);
         }));
+        self
+    }
+
+    /// What to do about which failure, on every endpoint: asked where neither a rule of the endpoint
+    /// ([`EndpointBuilder::on_failure`]) nor one of the message's type applies. Called again, it adds rules.
+    #[must_use]
+    pub fn on_failure(mut self, describe: impl FnOnce(FailureRules) -> FailureRules) -> Self {
+        let rules = describe(FailureRules::new());
+        self.rules_missing |= rules.is_empty();
+        self.rules.append(rules);
+        self
+    }
+
+    /// What to do about which failure of messages of type `T`, on every endpoint that handles them: asked where
+    /// no rule of the endpoint applies. Called again for the same type, it adds rules.
+    #[must_use]
+    pub fn on_failure_of<T: Message>(
+        mut self,
+        describe: impl FnOnce(FailureRules) -> FailureRules,
+    ) -> Self {
+        let rules = describe(FailureRules::new());
+        self.rules_missing |= rules.is_empty();
+        match self
+            .type_rules
+            .iter_mut()
+            .find(|(name, _)| *name == T::TYPE)
+        {
+            Some((_, before)) => before.append(rules),
+            None => self.type_rules.push((T::TYPE, rules)),
+        }
         self
     }
 
@@ -188,6 +221,25 @@ impl BusBuilder {
                 );
             }
         }
+        if self.rules_missing {
+            problem("on_failure", "names no rule; add one or remove it");
+        }
+        if !self.rules.is_empty() && self.endpoints.is_empty() {
+            problem(
+                "on_failure",
+                "has no effect without an endpoint; add one or remove it",
+            );
+        }
+        for (name, _) in &self.type_rules {
+            if !self.endpoints.iter().any(|endpoint| endpoint.handles(name)) {
+                problem(
+                    "on_failure_of",
+                    &format!(
+                        "no endpoint handles messages of type `{name}`, so its rules have no effect; add a handler or remove them"
+                    ),
+                );
+            }
+        }
         for queue in self.topology.queues() {
             for what in queue.parking_problems() {
                 problem("topology", &what);
@@ -216,6 +268,7 @@ impl BusBuilder {
             }
         }
         for endpoint in &mut endpoints {
+            endpoint.share_rules(&self.type_rules, &self.rules);
             endpoint.finish(&self.topology, &mut problems);
         }
         let mut routes = Routes::default();
@@ -256,9 +309,7 @@ impl BusBuilder {
                     endpoint.handlers,
                 )
             };
-            if let Err(found) = spec.check() {
-                problems.extend(found);
-            }
+            add_new(&mut problems, spec.check().err());
             specs.push(spec);
         }
         if !problems.is_empty() {
@@ -283,8 +334,16 @@ fn check_alone(endpoint: &EndpointBuilder, topology: &Topology, problems: &mut V
         // Nobody knows: not a problem of its own.
         None => !settings.discard_poison,
     };
-    if let Err(found) = check_endpoint(settings, &endpoint.handlers, has_parking) {
-        problems.extend(found);
+    let found = check_endpoint(settings, &endpoint.handlers, has_parking).err();
+    add_new(problems, found);
+}
+
+/// What is wrong with a rule of the bus is found at each endpoint, and listed once.
+fn add_new(problems: &mut Vec<Problem>, found: Option<Vec<Problem>>) {
+    for problem in found.into_iter().flatten() {
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
     }
 }
 
@@ -438,6 +497,9 @@ impl Bus {
             fingerprints: Fingerprints::of_this_process(),
             runtime: None,
             drain_deadline: DRAIN_DEADLINE,
+            rules: FailureRules::new(),
+            type_rules: Vec::new(),
+            rules_missing: false,
         }
     }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use laneway_actors::{
-    Backoff, EndpointSettings, Handler, HandlerSet, KeySource, Keyed, Message, OrderingKey, Problem,
+    Backoff, EndpointSettings, FailureRules, Handler, HandlerSet, KeySource, Keyed, Message,
+    OrderingKey, Problem,
 };
 
 use crate::topology::Topology;
@@ -36,6 +37,7 @@ pub struct EndpointBuilder {
     strategy: Strategy,
     strategies_said: u32,
     abort_grace: Option<Duration>,
+    rules_missing: bool,
 }
 
 impl EndpointBuilder {
@@ -47,6 +49,7 @@ impl EndpointBuilder {
             strategy: Strategy::Unsaid,
             strategies_said: 0,
             abort_grace: None,
+            rules_missing: false,
         }
     }
 
@@ -180,7 +183,22 @@ impl EndpointBuilder {
         self
     }
 
-    /// Pauses between the attempts of a message. Only its key waits.
+    /// What to do about which failure: the first rule that applies decides. Called again, it adds rules. After
+    /// these, those that the bus has for the message's type ([`on_failure_of`](crate::BusBuilder::on_failure_of))
+    /// and for all endpoints ([`on_failure`](crate::BusBuilder::on_failure)) are asked; where none
+    /// applies, [`backoff`](Self::backoff).
+    ///
+    /// No rule gives a message more runs than [`max_delivery_attempts`](Self::max_delivery_attempts); one that
+    /// would need more is refused.
+    #[must_use]
+    pub fn on_failure(mut self, describe: impl FnOnce(FailureRules) -> FailureRules) -> Self {
+        let rules = describe(FailureRules::new());
+        self.rules_missing |= rules.is_empty();
+        self.settings.rules.append(rules);
+        self
+    }
+
+    /// Pauses between the attempts of a message, where no failure rule applies. Only its key waits.
     #[must_use]
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.settings.backoff = backoff;
@@ -210,6 +228,21 @@ impl EndpointBuilder {
         self
     }
 
+    pub(crate) fn handles(&self, message_type: &str) -> bool {
+        self.handlers.types().any(|name| name == message_type)
+    }
+
+    /// Takes over what the bus says for its message types and for all endpoints.
+    pub(crate) fn share_rules(
+        &mut self,
+        of_types: &[(&'static str, FailureRules)],
+        of_bus: &FailureRules,
+    ) {
+        let mine = of_types.iter().filter(|(name, _)| self.handles(name));
+        self.settings.type_rules = mine.cloned().collect();
+        self.settings.bus_rules = of_bus.clone();
+    }
+
     /// Settles the defaults that depend on each other, and lists what is wrong beyond the settings
     /// themselves.
     pub(crate) fn finish(&mut self, topology: &Topology, problems: &mut Vec<Problem>) {
@@ -225,6 +258,12 @@ impl EndpointBuilder {
                     "`{}` is not in the topology: declare it with `queue`, or name it with `existing_queue`",
                     self.queue
                 ),
+            );
+        }
+        if self.rules_missing {
+            problem(
+                "on_failure",
+                "names no rule; add one or remove it".to_owned(),
             );
         }
         if self.strategies_said > 1 {

@@ -57,7 +57,7 @@
 //!
 //! # Guides
 //! - [`docs::ordering`]: choosing a key; what order means and does not
-//! - [`docs::failure`]: attempts, back-off, parking; what an operator sees
+//! - [`docs::failure`]: attempts, back-off, rules, parking; what an operator sees
 //! - [`docs::shutdown`]: the steps of a drain
 //! - [`docs::architecture`]: how the parts work together, for whoever changes them
 //! - [`actors`]: the glossary, the supervision tree, the invariants; embedding in an actix `System`
@@ -87,8 +87,9 @@ pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
     Backoff, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope, Event,
-    EventKind, Failure, FailureKind, Fingerprint, Handler, HeaderValue, Headers, Keyed, Message,
-    MessageId, OrderingKey, Outcome, PoisonReason, Problem, WaitReason, WaitingKey,
+    EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler, HeaderValue,
+    Headers, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonReason, Problem, WaitReason,
+    WaitingKey,
 };
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;

@@ -326,3 +326,193 @@ fn a_wrong_url_is_refused_by_build_without_showing_its_password() {
     assert!(text.contains("amqp"), "{text}");
     assert!(!text.contains("s3cret"), "{text}");
 }
+
+#[test]
+fn a_failure_rule_that_cannot_do_what_it_says_is_refused() {
+    let second = Duration::from_secs(1);
+    let steep = Backoff {
+        factor: 0.5,
+        ..Backoff::default()
+    };
+    let cases: [(Vec<Problem>, &str, &[&str]); 17] = [
+        (
+            of_endpoint(|e| e.on_failure(|p| p.on_panic().retry_now(5).park())),
+            "on_failure",
+            &[
+                "`on_panic()`",
+                "6 attempts",
+                "`max_delivery_attempts` is 5",
+                "endpoint `orders`",
+            ],
+        ),
+        (
+            of_endpoint(|e| {
+                e.max_delivery_attempts(2).on_failure(|p| {
+                    let second = Duration::from_secs(1);
+                    p.on::<std::io::Error>().retry_after([second; 2]).discard()
+                })
+            }),
+            "on_failure",
+            &[
+                "on::<std::io::error::Error>()",
+                "3 attempts",
+                "`max_delivery_attempts` is 2",
+            ],
+        ),
+        (
+            of_endpoint(|e| {
+                e.on_failure(|p| p.on_any().retry_now(4).backoff(Backoff::default()).park())
+            }),
+            "on_failure",
+            &["6 attempts", "`max_delivery_attempts` is 5"],
+        ),
+        (
+            of_bus(|b| b.on_failure(|p| p.on_panic().retry_now(5).park())),
+            "on_failure",
+            &["endpoint `orders`", "the bus's `on_panic()`", "6 attempts"],
+        ),
+        (
+            of_bus(|b| b.on_failure_of::<Numbered>(|p| p.on_panic().retry_now(5).park())),
+            "on_failure_of `numbered`",
+            &["endpoint `orders`", "6 attempts"],
+        ),
+        (
+            of_endpoint(|e| e.on_failure(|p| p)),
+            "on_failure",
+            &["names no rule"],
+        ),
+        (
+            of_bus(|b| b.on_failure(|p| p)),
+            "on_failure",
+            &["names no rule"],
+        ),
+        (
+            of_bus(|b| b.on_failure_of::<Other>(|p| p.on_any().park())),
+            "on_failure_of",
+            &["`other`", "add a handler"],
+        ),
+        (
+            of_bus(|b| b.on_failure_of::<Numbered>(|p| p.on_no_handler().park())),
+            "on_failure_of `numbered`",
+            &["`on_no_handler()`", "can never apply"],
+        ),
+        (
+            of_endpoint(|e| e.on_failure(|p| p.on_undecodable().retry_now(1).park())),
+            "on_failure",
+            &["`on_undecodable()`", "remove the retries"],
+        ),
+        (
+            of_endpoint(|e| e.on_failure(|p| p.on_panic().retry_after([]).park())),
+            "on_failure",
+            &["`retry_after` without a retry"],
+        ),
+        (
+            of_endpoint(|e| {
+                e.on_failure(|p| p.on_any().park().on_panic().when(|_| true).discard())
+            }),
+            "on_failure",
+            &["`on_panic().when(…)`", "`on_any()` stands before it"],
+        ),
+        (
+            of_endpoint(|e| {
+                e.on_failure(|p| p.on_timeout().park())
+                    .on_failure(|p| p.on_timeout().discard())
+            }),
+            "on_failure",
+            &["can never apply", "`on_timeout()` stands before it"],
+        ),
+        (
+            of_endpoint(|e| {
+                e.on_failure(|p| p.on_any().backoff(Backoff::default()).retry_now(1).park())
+            }),
+            "on_failure",
+            &["`retry_now` after its `backoff`"],
+        ),
+        (
+            problems(orders(MemoryBroker::new(), |e| {
+                e.handler(idle)
+                    .on_failure(|p| p.on_panic().backoff(steep).park())
+            })),
+            "on_failure",
+            &["`backoff`: factor 0.5"],
+        ),
+        (
+            problems(orders(MemoryBroker::new(), |e| {
+                e.handler(idle)
+                    .backoff(Backoff::constant(second))
+                    .on_failure(|p| p.on_any().park())
+            })),
+            "backoff",
+            &["has no effect", "remove one"],
+        ),
+        (
+            problems(
+                Bus::builder()
+                    .memory(MemoryBroker::new())
+                    .topology(|t| t.queue(ORDERS, |q| q))
+                    .endpoint(ORDERS, |e| {
+                        e.discard_poison()
+                            .handler(idle)
+                            .on_failure(|p| p.on_panic().park())
+                    }),
+            ),
+            "on_failure",
+            &["`on_panic()` parks", "end the rule with `discard()`"],
+        ),
+    ];
+    for (problems, setting, words) in cases {
+        let [problem] = &problems[..] else {
+            panic!("one problem: {problems:?}");
+        };
+        assert_eq!(problem.setting, setting);
+        let text = problem.to_string();
+        for word in words {
+            assert!(text.contains(word), "{word:?} is missing in: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_mistake_in_a_rule_of_the_bus_is_listed_once_for_all_endpoints() {
+    let found = of_bus(|b| {
+        b.topology(|t| t.queue("second", |q| q.parking("second-dlx", "second-parked")))
+            .endpoint("second", |e| e.handler(idle))
+            .on_failure(|p| p.on_panic().retry_now(0).park())
+    });
+    assert_eq!(found.len(), 1, "{found:?}");
+}
+
+#[test]
+fn failure_rules_that_do_what_they_say_are_accepted() {
+    assert_eq!(
+        of_endpoint(|e| {
+            e.on_failure(|p| {
+                p.on_panic()
+                    .retry_now(4)
+                    .park()
+                    .on::<std::io::Error>()
+                    .when(|e| e.kind() == std::io::ErrorKind::TimedOut)
+                    .retry_now(3)
+                    .backoff(Backoff::default())
+                    .discard()
+                    .on::<std::io::Error>()
+                    .park()
+                    .on_undecodable()
+                    .discard()
+            })
+        }),
+        []
+    );
+    // The endpoint's own rules and those of the bus are different lists.
+    let both = of_bus(|b| {
+        b.on_failure(|p| p.on_any().park())
+            .on_failure_of::<Numbered>(|p| p.on_any().park())
+    });
+    assert_eq!(both, []);
+    let discarding = Bus::builder()
+        .memory(MemoryBroker::new())
+        .topology(|t| t.queue(ORDERS, |q| q))
+        .endpoint(ORDERS, |e| e.discard_poison().handler(idle))
+        .on_failure(|p| p.on_panic().park());
+    assert_eq!(problems(discarding), []);
+}

@@ -17,6 +17,7 @@ use crate::lane::machine::PoisonPlan;
 use crate::policy::{Backoff, Policy};
 use crate::port::{Source, SourceError};
 use crate::restart::Intensity;
+use crate::rules::FailureRules;
 
 /// Where the ordering key of a delivery comes from. The first that gives one wins: the header, the
 /// typed selector, the correlation id. A message without any is keyless: it has no order.
@@ -50,8 +51,14 @@ pub struct EndpointSettings {
     pub ordering: Option<KeySource>,
     /// Total number of runs of a message, 1 to 1,000. Defaults to 5.
     pub max_delivery_attempts: u32,
-    /// Pauses between attempts.
+    /// Pauses between attempts, where no failure rule applies.
     pub backoff: Backoff,
+    /// What to do about which failure: the first rule that applies decides.
+    pub rules: FailureRules,
+    /// Rules for messages of a type, asked after those.
+    pub type_rules: Vec<(&'static str, FailureRules)>,
+    /// Rules that all endpoints of a bus share, asked last.
+    pub bus_rules: FailureRules,
     /// How long a handler may run; `None` for no bound. Defaults to 60 s.
     pub handler_timeout: Option<Duration>,
     /// Poison messages are acknowledged and reported instead of parked.
@@ -75,6 +82,9 @@ impl EndpointSettings {
             ordering: None,
             max_delivery_attempts: 5,
             backoff: Backoff::default(),
+            rules: FailureRules::default(),
+            type_rules: Vec::new(),
+            bus_rules: FailureRules::default(),
             handler_timeout: Some(Duration::from_secs(60)),
             discard_poison: false,
             abort_grace: Duration::ZERO,
@@ -157,20 +167,15 @@ impl EndpointSettings {
                     .to_owned(),
             );
         }
-        let Backoff { factor, jitter, .. } = self.backoff;
-        if !(1.0..=1_000.0).contains(&factor) {
+        let rules = FailureRules::in_order(&self.rules, &self.type_rules, &self.bus_rules);
+        for what in self.backoff.problems() {
+            problem("backoff", what);
+        }
+        if self.backoff != Backoff::default() && rules.are_complete() {
             problem(
                 "backoff",
-                format!("factor {factor} is not between 1 and 1000"),
-            );
-        }
-        if !(0.0..=1.0).contains(&jitter) {
-            problem("backoff", format!("jitter {jitter} is not between 0 and 1"));
-        }
-        if self.backoff.first > self.backoff.ceiling {
-            problem(
-                "backoff",
-                "the first pause is longer than the ceiling".to_owned(),
+                "has no effect, because a failure rule applies to every failure; remove one of them"
+                    .to_owned(),
             );
         }
         match (has_parking, self.discard_poison) {
@@ -184,6 +189,7 @@ impl EndpointSettings {
             ),
             _ => {}
         }
+        problems.extend(rules.problems(&self.name, max_attempts, !self.discard_poison));
         if !problems.is_empty() {
             return Err(problems);
         }
@@ -197,7 +203,9 @@ impl EndpointSettings {
             policy: Policy {
                 max_attempts,
                 backoff: self.backoff,
+                plans: rules.plans(),
             },
+            rules,
             handler_timeout: self.handler_timeout,
             plan: if self.discard_poison {
                 PoisonPlan::Discard
@@ -220,6 +228,7 @@ pub struct EndpointConfig {
     pub(crate) lane_depth: usize,
     pub(crate) ordering: Option<KeySource>,
     pub(crate) policy: Policy,
+    pub(crate) rules: FailureRules,
     pub(crate) handler_timeout: Option<Duration>,
     pub(crate) plan: PoisonPlan,
     pub(crate) abort_grace: Duration,

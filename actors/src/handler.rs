@@ -90,12 +90,14 @@ impl Failure {
         Self::new(FailureKind::Transient, error)
     }
 
-    /// A failure that every attempt will meet: the message is parked without further attempts.
+    /// A failure that every attempt will meet: the message is parked without further attempts (or
+    /// discarded, where a failure rule or the endpoint says so).
     pub fn permanent(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self::new(FailureKind::Permanent, error)
     }
 
-    /// Asks for the next attempt after `delay`, instead of the endpoint's own back-off.
+    /// Asks for the next attempt after `delay`, instead of the pause that the endpoint's back-off or a failure
+    /// rule would make. It adds no attempt: where those would give the message up, it is given up.
     pub fn retry_after(
         delay: Duration,
         error: impl Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -108,16 +110,21 @@ impl Failure {
         self.kind
     }
 
+    /// The error and its causes, outermost first.
+    pub(crate) fn chain(&self) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+        let outermost: &(dyn std::error::Error + 'static) = &*self.error;
+        std::iter::successors(Some(outermost), |error| error.source())
+    }
+
+    /// The outermost error of type `E` among the error and its causes.
+    pub fn find<E: std::error::Error + 'static>(&self) -> Option<&E> {
+        self.chain().find_map(|error| error.downcast_ref())
+    }
+
     /// The error with its causes, outermost first. May contain anything the handler put into it.
     pub fn detail(&self) -> String {
-        let mut text = self.error.to_string();
-        let mut cause = self.error.source();
-        while let Some(error) = cause {
-            text.push_str(": ");
-            text.push_str(&error.to_string());
-            cause = error.source();
-        }
-        text
+        let texts: Vec<_> = self.chain().map(ToString::to_string).collect();
+        texts.join(": ")
     }
 }
 
@@ -434,7 +441,8 @@ impl HandlerSet {
         problems
     }
 
-    fn type_of<'a>(&self, envelope: &'a Envelope) -> Option<&'a str> {
+    /// The type of a message: what it says, or what messages without one are declared to be.
+    pub(crate) fn type_of<'a>(&self, envelope: &'a Envelope) -> Option<&'a str> {
         envelope.message_type.as_deref().or(self.untyped)
     }
 

@@ -23,6 +23,7 @@
 //! | **attempt** | one run of the handler for a message, from 1, counted when the handler is about to start |
 //! | **failure** | how an attempt ended that did not succeed: [`Failure`], [`FailureKind`] |
 //! | **back-off** | the pause of a key between two attempts: [`Backoff`] |
+//! | **failure rule** | what to do about which failures: a condition, then retries, then park or discard: [`FailureRules`] |
 //! | **outcome** | how a message ended: handled, parked or discarded: [`Outcome`] |
 //! | **settle** | tell the source: acknowledge, or leave it to be given back |
 //! | **poison message** | used up its attempts, failed permanently, or cannot be decoded or routed to a handler: [`PoisonReason`] |
@@ -95,6 +96,7 @@ mod poison;
 mod policy;
 pub mod port;
 pub mod restart;
+mod rules;
 mod session;
 mod settlement;
 mod supervisor;
@@ -112,7 +114,8 @@ pub use observe::{
     EndpointSnapshot, EndpointState, Event, EventKind, Events, WaitReason, WaitingKey,
 };
 pub use outcome::{Outcome, PoisonReason};
-pub use policy::{Backoff, Policy, Verdict};
+pub use policy::{Backoff, Plan, PlanIndex, Policy, Verdict};
+pub use rules::{FailureRule, FailureRules};
 pub use session::{SessionId, SessionState};
 pub use supervisor::{
     DrainReport, EndpointHandle, EndpointSpec, EndpointSupervisor, check_endpoint,

@@ -10,7 +10,7 @@ pub enum Outcome {
     Handled,
     /// Moved durably to the parking place.
     Parked,
-    /// Given up without parking, because the endpoint says so (`discard_poison`).
+    /// Given up without parking, because the endpoint (`discard_poison`) or a failure rule says so.
     Discarded,
 }
 
@@ -18,7 +18,7 @@ pub enum Outcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PoisonReason {
-    /// The handler failed in each of the allowed attempts.
+    /// The handler failed, and had no further attempt.
     Failed,
     /// The handler said that no further attempt can succeed.
     Permanent,

@@ -1,8 +1,11 @@
-//! What happens after a failed attempt. Pure: (attempt, failure) to verdict.
+//! What happens after a failed attempt. Pure: (attempt, failure, rule) to verdict.
 //!
-//! Names no clock and no runtime; the randomness of a jitter comes in as an argument.
+//! Names no clock and no runtime; the randomness of a jitter comes in as an argument. Sees no error
+//! either: which rule applies is found out where the error is ([`rules`](crate::rules)), and only its
+//! number comes here.
 
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::handler::FailureKind;
@@ -13,8 +16,48 @@ use crate::outcome::PoisonReason;
 pub enum Verdict {
     /// Try again in place after a pause; only the key waits.
     RetryAfter(Duration),
-    /// The message is poison.
+    /// The message is poison: it goes where the endpoint's poison messages go.
     Poison(PoisonReason),
+    /// The message is poison, and a rule says that nothing of it is kept.
+    Discard(PoisonReason),
+}
+
+/// The number of a [`Plan`] in its [`Policy`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlanIndex(pub(crate) usize);
+
+/// What one failure rule does with a message: its retries, and what comes after them.
+///
+/// Counted in attempts of the *message*, whichever rule decided about the earlier ones: after the n-th
+/// attempt the n-th step applies. So a message whose failures alternate between rules does not start
+/// from the first step again and again.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Plan {
+    /// The pause after the first attempt, after the second, …; zero for a retry at once.
+    pub(crate) pauses: Vec<Duration>,
+    /// Pauses after those, for as many attempts as the message may have.
+    pub(crate) backoff: Option<Backoff>,
+    /// At the end the message is discarded, not parked.
+    pub(crate) discard: bool,
+}
+
+impl Plan {
+    /// The pause after failed attempt number `attempt` (from 1); `None` when the plan has come to its end.
+    fn pause(&self, attempt: u32, chance: f64) -> Option<Duration> {
+        let before = self.pauses.len();
+        match self.pauses.get(attempt.saturating_sub(1) as usize) {
+            Some(pause) => Some(*pause),
+            None => {
+                let attempt = attempt.saturating_sub(u32::try_from(before).unwrap_or(u32::MAX));
+                self.backoff.map(|backoff| backoff.pause(attempt, chance))
+            }
+        }
+    }
+
+    /// How many attempts a message must be allowed for every step to be reached.
+    pub(crate) fn attempts(&self) -> usize {
+        1 + self.pauses.len() + usize::from(self.backoff.is_some())
+    }
 }
 
 /// How long to wait before the next attempt.
@@ -53,6 +96,27 @@ impl Backoff {
         }
     }
 
+    /// What is wrong with it.
+    pub(crate) fn problems(&self) -> Vec<String> {
+        let Self {
+            first,
+            ceiling,
+            factor,
+            jitter,
+        } = self;
+        let mut problems = Vec::new();
+        if !(1.0..=1_000.0).contains(factor) {
+            problems.push(format!("factor {factor} is not between 1 and 1000"));
+        }
+        if !(0.0..=1.0).contains(jitter) {
+            problems.push(format!("jitter {jitter} is not between 0 and 1"));
+        }
+        if first > ceiling {
+            problems.push("the first pause is longer than the ceiling".to_owned());
+        }
+        problems
+    }
+
     /// The pause after failed attempt number `attempt` (from 1). `chance` is uniform in [0, 1).
     pub fn pause(&self, attempt: u32, chance: f64) -> Duration {
         let steps = f64::from(attempt.saturating_sub(1).min(1_000));
@@ -64,12 +128,14 @@ impl Backoff {
 }
 
 /// The failure policy of an endpoint.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Policy {
-    /// Total number of runs of a message, the first included.
+    /// Total number of runs of a message, the first included. No plan goes beyond it.
     pub max_attempts: NonZeroU32,
-    /// The pauses between them.
+    /// The pauses between them where no rule applies.
     pub backoff: Backoff,
+    /// What the failure rules do, by their number.
+    pub plans: Arc<[Plan]>,
 }
 
 impl Default for Policy {
@@ -78,38 +144,58 @@ impl Default for Policy {
         Self {
             max_attempts: NonZeroU32::new(5).expect("cannot fail because five is not zero"),
             backoff: Backoff::default(),
+            plans: Arc::default(),
         }
     }
 }
 
 impl Policy {
-    /// What to do after attempt number `attempt` (from 1) failed.
-    pub fn verdict(&self, attempt: u32, failure: FailureKind, chance: f64) -> Verdict {
-        let reason = match failure {
+    /// What to do after attempt number `attempt` (from 1) failed. `plan`: that of the rule that applies.
+    pub fn verdict(
+        &self,
+        attempt: u32,
+        failure: FailureKind,
+        plan: Option<PlanIndex>,
+        chance: f64,
+    ) -> Verdict {
+        let plan = plan.and_then(|PlanIndex(number)| self.plans.get(number));
+        let (reason, hopeless) = match failure {
             // No attempt can succeed: the body and the set of handlers stay as they are.
-            FailureKind::Undecodable => return Verdict::Poison(PoisonReason::Undecodable),
-            FailureKind::NoHandler => return Verdict::Poison(PoisonReason::NoHandler),
-            FailureKind::Permanent => return Verdict::Poison(PoisonReason::Permanent),
-            FailureKind::Transient | FailureKind::RetryAfter(_) => PoisonReason::Failed,
-            FailureKind::Panicked => PoisonReason::Panicked,
-            FailureKind::TimedOut => PoisonReason::TimedOut,
+            FailureKind::Undecodable => (PoisonReason::Undecodable, true),
+            FailureKind::NoHandler => (PoisonReason::NoHandler, true),
+            FailureKind::Permanent => (PoisonReason::Permanent, true),
+            FailureKind::Transient | FailureKind::RetryAfter(_) => (PoisonReason::Failed, false),
+            FailureKind::Panicked => (PoisonReason::Panicked, false),
+            FailureKind::TimedOut => (PoisonReason::TimedOut, false),
         };
-        if attempt >= self.max_attempts.get() {
-            return Verdict::Poison(reason);
+        let pause = if hopeless || attempt >= self.max_attempts.get() {
+            None
+        } else if let Some(plan) = plan {
+            plan.pause(attempt, chance)
+        } else {
+            Some(self.backoff.pause(attempt, chance))
+        };
+        match (pause, failure) {
+            (Some(_), FailureKind::RetryAfter(own)) => Verdict::RetryAfter(own),
+            (Some(pause), _) => Verdict::RetryAfter(pause),
+            (None, _) if plan.is_some_and(|plan| plan.discard) => Verdict::Discard(reason),
+            (None, _) => Verdict::Poison(reason),
         }
-        Verdict::RetryAfter(match failure {
-            FailureKind::RetryAfter(pause) => pause,
-            _ => self.backoff.pause(attempt, chance),
-        })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
 
     fn three_attempts() -> Policy {
         Policy {
+            plans: Arc::default(),
             max_attempts: NonZeroU32::new(3).expect("three"),
             backoff: Backoff {
                 first: Duration::from_secs(1),
@@ -123,7 +209,7 @@ mod tests {
     #[test]
     fn the_last_allowed_attempt_is_the_last() {
         let policy = three_attempts();
-        let verdict = |attempt| policy.verdict(attempt, FailureKind::Transient, 0.5);
+        let verdict = |attempt| policy.verdict(attempt, FailureKind::Transient, None, 0.5);
         assert_eq!(verdict(1), Verdict::RetryAfter(Duration::from_secs(1)));
         assert_eq!(verdict(2), Verdict::RetryAfter(Duration::from_secs(2)));
         assert_eq!(verdict(3), Verdict::Poison(PoisonReason::Failed));
@@ -136,7 +222,7 @@ mod tests {
             (FailureKind::Undecodable, PoisonReason::Undecodable),
             (FailureKind::NoHandler, PoisonReason::NoHandler),
         ] {
-            let verdict = three_attempts().verdict(1, failure, 0.5);
+            let verdict = three_attempts().verdict(1, failure, None, 0.5);
             assert_eq!(verdict, Verdict::Poison(reason));
         }
     }
@@ -144,7 +230,7 @@ mod tests {
     #[test]
     fn a_handler_may_choose_its_own_pause() {
         let pause = Duration::from_secs(60);
-        let verdict = three_attempts().verdict(1, FailureKind::RetryAfter(pause), 0.5);
+        let verdict = three_attempts().verdict(1, FailureKind::RetryAfter(pause), None, 0.5);
         assert_eq!(verdict, Verdict::RetryAfter(pause));
     }
 
@@ -157,5 +243,135 @@ mod tests {
         assert_eq!(backoff.pause(40, 0.5), Duration::from_secs(3));
         assert_eq!(backoff.pause(1, 0.0), Duration::from_millis(500));
         assert!(backoff.pause(1, 0.999) < Duration::from_millis(1_500));
+    }
+
+    /// Retry at once, after 1 s, then with a back-off; discard.
+    fn long() -> Plan {
+        Plan {
+            pauses: vec![Duration::ZERO, SECOND],
+            backoff: Some(Backoff::constant(7 * SECOND)),
+            discard: true,
+        }
+    }
+
+    fn with_plans(max_attempts: u32, plans: Vec<Plan>) -> Policy {
+        Policy {
+            max_attempts: NonZeroU32::new(max_attempts).expect("not zero"),
+            plans: plans.into(),
+            ..three_attempts()
+        }
+    }
+
+    #[test]
+    fn the_nth_step_of_a_plan_applies_after_the_nth_attempt() {
+        let short = Plan {
+            pauses: vec![5 * SECOND],
+            ..Plan::default()
+        };
+        let policy = with_plans(5, vec![long(), short, Plan::default()]);
+        let after = Verdict::RetryAfter;
+        let (park, discard) = (
+            Verdict::Poison(PoisonReason::Failed),
+            Verdict::Discard(PoisonReason::Failed),
+        );
+        let table = [
+            // plan, verdicts after the attempts 1 to 6
+            (
+                0,
+                [
+                    after(Duration::ZERO),
+                    after(SECOND),
+                    after(7 * SECOND),
+                    after(7 * SECOND),
+                    discard,
+                    discard,
+                ],
+            ),
+            (1, [after(5 * SECOND), park, park, park, park, park]),
+            (2, [park; 6]),
+        ];
+        for (plan, verdicts) in table {
+            for (attempt, expected) in (1..).zip(verdicts) {
+                let verdict =
+                    policy.verdict(attempt, FailureKind::Transient, Some(PlanIndex(plan)), 0.5);
+                assert_eq!(verdict, expected, "plan {plan}, attempt {attempt}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_back_off_after_fixed_pauses_begins_with_its_first_pause() {
+        let plan = Plan {
+            pauses: vec![Duration::ZERO; 2],
+            backoff: Some(three_attempts().backoff),
+            discard: false,
+        };
+        let pauses: Vec<_> = (1..=5).map(|attempt| plan.pause(attempt, 0.5)).collect();
+        let expected = [0, 0, 1, 2, 3].map(|secs| Some(Duration::from_secs(secs)));
+        assert_eq!(pauses, expected);
+    }
+
+    #[test]
+    fn no_plan_retries_what_cannot_succeed_and_its_end_applies() {
+        let policy = with_plans(5, vec![long()]);
+        for (failure, reason) in [
+            (FailureKind::Permanent, PoisonReason::Permanent),
+            (FailureKind::Undecodable, PoisonReason::Undecodable),
+            (FailureKind::NoHandler, PoisonReason::NoHandler),
+        ] {
+            let verdict = policy.verdict(1, failure, Some(PlanIndex(0)), 0.5);
+            assert_eq!(verdict, Verdict::Discard(reason));
+        }
+    }
+
+    #[test]
+    fn a_pause_that_the_handler_asks_for_replaces_that_of_a_plan_but_adds_no_attempt() {
+        let policy = with_plans(5, vec![long(), Plan::default()]);
+        let failure = FailureKind::RetryAfter(60 * SECOND);
+        let verdict = |plan| policy.verdict(1, failure, Some(PlanIndex(plan)), 0.5);
+        assert_eq!(verdict(0), Verdict::RetryAfter(60 * SECOND));
+        assert_eq!(verdict(1), Verdict::Poison(PoisonReason::Failed));
+    }
+
+    fn plans() -> impl Strategy<Value = Vec<Plan>> {
+        let plan = (vec(0..3_u64, 0..12), any::<bool>(), any::<bool>());
+        let plan = plan.prop_map(|(pauses, open, discard)| Plan {
+            pauses: pauses.into_iter().map(Duration::from_secs).collect(),
+            backoff: open.then(Backoff::default),
+            discard,
+        });
+        vec(plan, 0..4)
+    }
+
+    proptest! {
+        /// Also for plans that a build would refuse as too long.
+        #[test]
+        fn a_message_never_runs_more_often_than_allowed_whatever_the_policy(
+            max_attempts in 1..8_u32,
+            plans in plans(),
+            failures in vec((0..7_usize, 0..5_usize, 0.0..1.0_f64), 20),
+        ) {
+            let policy = with_plans(max_attempts, plans);
+            let mut attempts = 0;
+            for (kind, plan, chance) in failures {
+                attempts += 1;
+                let kind = [
+                    FailureKind::Transient,
+                    FailureKind::RetryAfter(SECOND),
+                    FailureKind::Permanent,
+                    FailureKind::Panicked,
+                    FailureKind::TimedOut,
+                    FailureKind::Undecodable,
+                    FailureKind::NoHandler,
+                ][kind];
+                // Number 4 is never there.
+                let plan = plan.checked_sub(1).map(PlanIndex);
+                match policy.verdict(attempts, kind, plan, chance) {
+                    Verdict::RetryAfter(_) => {}
+                    Verdict::Poison(_) | Verdict::Discard(_) => break,
+                }
+            }
+            prop_assert!(attempts <= max_attempts, "{attempts}");
+        }
     }
 }

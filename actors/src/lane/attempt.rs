@@ -16,12 +16,18 @@ use crate::endpoint::{self, Endpoint};
 use crate::envelope::Delivery;
 use crate::handler::{Context, Failure, FailureKind, panic_text};
 use crate::permits::Permit;
+use crate::policy::PlanIndex;
 
 /// How an attempt ended.
 pub(crate) enum RunEnd {
     Handled,
-    /// Failed; with the error's text.
-    Failed(FailureKind, String),
+    Failed {
+        kind: FailureKind,
+        /// That of the failure rule that applies.
+        plan: Option<PlanIndex>,
+        /// The error's text.
+        detail: String,
+    },
     /// The handler was not called: the session had ended, or its proof of life was too old.
     NotStarted,
     /// The future was dropped before it had returned.
@@ -30,9 +36,25 @@ pub(crate) enum RunEnd {
 
 /// Tells the lane when dropped, so that no way out of the task can forget it.
 struct Report {
+    endpoint: Arc<Endpoint>,
+    delivery: Arc<Delivery>,
     lane: Arc<LaneLink>,
     run: RunId,
     end: RunEnd,
+}
+
+impl Report {
+    /// Asks the failure rules and shows the error. Here and not in the lane: a rule's condition, and showing
+    /// (and dropping) an error, are the application's own code, which may panic or block.
+    fn failed(&self, failure: Failure) -> RunEnd {
+        let kind = failure.kind();
+        let config = &self.endpoint.config;
+        let message_type = self.endpoint.handlers.type_of(self.delivery.envelope());
+        let plan = config.rules.find(message_type, &failure, &config.name);
+        let detail = catch_unwind(AssertUnwindSafe(move || failure.detail()))
+            .unwrap_or_else(|_| "the handler failed, and showing its error panicked".to_owned());
+        RunEnd::Failed { kind, plan, detail }
+    }
 }
 
 impl Drop for Report {
@@ -41,8 +63,8 @@ impl Drop for Report {
         if matches!(end, RunEnd::Dropped) && std::thread::panicking() {
             // The handler's own panic is caught where it is called; this one came from dropping its
             // future. It counts: an attempt that ends like this would end like this again.
-            let text = "dropping the handler's future panicked".to_owned();
-            end = RunEnd::Failed(FailureKind::Panicked, text);
+            let text = "dropping the handler's future panicked";
+            end = self.failed(Failure::new(FailureKind::Panicked, text));
         }
         self.lane.tell(ToLane::RunEnded(self.run, end));
     }
@@ -59,6 +81,8 @@ pub(super) fn spawn(
 ) -> AbortHandle {
     // Made before the task, so that it reports even if the task is never polled.
     let report = Report {
+        endpoint: Arc::clone(endpoint),
+        delivery: Arc::clone(&delivery),
         lane: Arc::clone(lane),
         run,
         end: RunEnd::Dropped,
@@ -100,18 +124,16 @@ async fn run_attempt(
         Some(bound) => tokio::time::timeout(bound, called).await,
         None => Ok(called.await),
     };
-    report.end = match result {
-        Ok(Ok(Ok(()))) => RunEnd::Handled,
-        Ok(Ok(Err(failure))) => RunEnd::Failed(failure.kind(), text_of(failure)),
-        Ok(Err(panic)) => RunEnd::Failed(FailureKind::Panicked, panic_text(&*panic).to_owned()),
-        Err(elapsed) => RunEnd::Failed(FailureKind::TimedOut, elapsed.to_string()),
+    let failure = match result {
+        Ok(Ok(Ok(()))) => None,
+        Ok(Ok(Err(failure))) => Some(failure),
+        Ok(Err(panic)) => {
+            let text = panic_text(&*panic).to_owned();
+            Some(Failure::new(FailureKind::Panicked, text))
+        }
+        // As text: a rule for an error of this type means one that the handler returned.
+        Err(elapsed) => Some(Failure::new(FailureKind::TimedOut, elapsed.to_string())),
     };
+    report.end = failure.map_or(RunEnd::Handled, |failure| report.failed(failure));
     drop(permit);
-}
-
-/// The error as text. Made here and not in the lane: showing (and dropping) an error is the application's
-/// own code, which may panic or block.
-fn text_of(failure: Failure) -> String {
-    catch_unwind(AssertUnwindSafe(move || failure.detail()))
-        .unwrap_or_else(|_| "the handler failed, and showing its error panicked".to_owned())
 }

@@ -45,7 +45,7 @@ use crate::envelope::Identity;
 use crate::handler::FailureKind;
 use crate::key::{KeyMap, OrderingKey};
 use crate::outcome::{Outcome, PoisonReason};
-use crate::policy::{Policy, Verdict};
+use crate::policy::{PlanIndex, Policy, Verdict};
 use crate::session::SessionId;
 
 /// What the machine must know of a delivery.
@@ -116,6 +116,8 @@ pub enum RunResult {
     Failed {
         /// In which way.
         kind: FailureKind,
+        /// The plan of the failure rule that applies, if one does.
+        plan: Option<PlanIndex>,
         /// Randomness.
         chance: f64,
     },
@@ -310,8 +312,8 @@ struct Memory {
 enum Next {
     /// Run, counting on.
     Run,
-    /// Be parked, without another run.
-    Park(PoisonReason),
+    /// Be parked or discarded, without another run.
+    End(PoisonReason, PoisonPlan),
     /// Be settled: it was handled.
     Finish,
     /// Be settled, with barrier: it is parked already.
@@ -340,7 +342,7 @@ impl<D: Item> Machine<D> {
     pub fn successor(&self) -> Self {
         Self {
             next_stamp: self.next_stamp + 1,
-            ..Self::new(self.policy, self.plan, self.remember_at_most)
+            ..Self::new(self.policy.clone(), self.plan, self.remember_at_most)
         }
     }
 
@@ -497,11 +499,11 @@ impl<D: Item> Machine<D> {
                 self.advance(slot, effects);
             }
             RunResult::Aborted => self.not_counted(slot, head, attempts - 1, orphan, effects),
-            RunResult::Failed { kind, chance } => {
-                let verdict = self.policy.verdict(attempts, kind, chance);
+            RunResult::Failed { kind, plan, chance } => {
+                let verdict = self.policy.verdict(attempts, kind, plan, chance);
                 let retry_in = match verdict {
                     Verdict::RetryAfter(pause) => Some(pause),
-                    Verdict::Poison(_) => None,
+                    Verdict::Poison(_) | Verdict::Discard(_) => None,
                 };
                 effects.push(Effect::AttemptFailed {
                     delivery: head.clone(),
@@ -510,17 +512,25 @@ impl<D: Item> Machine<D> {
                     retry_in,
                 });
                 match verdict {
-                    Verdict::Poison(reason) if orphan => {
-                        // It cannot be settled, so it is not parked now: the copy is, when it comes.
-                        self.remember(slot, &head, attempts, Next::Park(reason), effects);
-                    }
-                    Verdict::Poison(reason) => self.park(slot, head, reason, attempts, effects),
                     Verdict::RetryAfter(_) if self.draining.contains(&session) => {
                         self.depth -= 1;
                         self.remember(slot, &head, attempts, Next::Run, effects);
                     }
                     Verdict::RetryAfter(pause) => {
                         self.back_off(slot, head, attempts, orphan, pause, effects);
+                    }
+                    Verdict::Poison(reason) | Verdict::Discard(reason) => {
+                        let plan = match verdict {
+                            Verdict::Discard(_) => PoisonPlan::Discard,
+                            _ => self.plan,
+                        };
+                        if orphan {
+                            // It cannot be settled, so it is not parked now: the copy is, when it comes.
+                            let next = Next::End(reason, plan);
+                            self.remember(slot, &head, attempts, next, effects);
+                        } else {
+                            self.park(slot, head, reason, plan, attempts, effects);
+                        }
                     }
                 }
             }
@@ -722,7 +732,8 @@ impl<D: Item> Machine<D> {
         // A copy whose last allowed attempt failed after its session. Likeness alone would not do: it
         // could be another message, and would be parked without ever having run.
         if attempts >= self.policy.max_attempts.get() && head.identity().id().is_some() {
-            self.park(slot, head, PoisonReason::Failed, attempts, effects);
+            let (reason, plan) = (PoisonReason::Failed, self.plan);
+            self.park(slot, head, reason, plan, attempts, effects);
         } else {
             self.ask(slot, effects);
         }
@@ -804,15 +815,16 @@ impl<D: Item> Machine<D> {
         slot: usize,
         head: D,
         reason: PoisonReason,
+        plan: PoisonPlan,
         attempts: u32,
         effects: &mut Vec<Effect<D>>,
     ) {
-        let outcome = match self.plan {
+        let outcome = match plan {
             PoisonPlan::Park => Outcome::Parked,
             PoisonPlan::Discard => Outcome::Discarded,
         };
         let ticket = self.set_parking(slot, head.clone(), reason, outcome, attempts, false);
-        effects.push(match self.plan {
+        effects.push(match plan {
             PoisonPlan::Park => Effect::Park {
                 ticket,
                 delivery: head,
@@ -884,7 +896,7 @@ impl<D: Item> Machine<D> {
         let worth_it = attempts > 0 || !matches!(next, Next::Run);
         if self.tracks[slot].key.is_none() {
             // Its copy comes as an independent message, perhaps to another lane.
-            if attempts > 0 && matches!(next, Next::Run | Next::Park(_)) {
+            if attempts > 0 && matches!(next, Next::Run | Next::End(..)) {
                 effects.push(Effect::Forgotten {
                     delivery: head.clone(),
                     attempts,
@@ -941,7 +953,9 @@ impl<D: Item> Machine<D> {
                 });
                 self.advance(slot, effects);
             }
-            Next::Park(reason) if same => self.park(slot, first, reason, attempts, effects),
+            Next::End(reason, plan) if same => {
+                self.park(slot, first, reason, plan, attempts, effects)
+            }
             Next::Settle(reason, outcome) if same => {
                 let ticket = self.set_parking(slot, first.clone(), reason, outcome, attempts, true);
                 effects.push(Effect::SettleWithBarrier {
@@ -950,7 +964,7 @@ impl<D: Item> Machine<D> {
                     outcome,
                 });
             }
-            Next::Run | Next::Park(_) if alike => self.ready(slot, first, attempts, effects),
+            Next::Run | Next::End(..) if alike => self.ready(slot, first, attempts, effects),
             _ => self.ready(slot, first, 0, effects),
         }
     }

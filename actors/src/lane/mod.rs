@@ -186,7 +186,11 @@ impl Lane {
     fn new_machine(endpoint: &Endpoint) -> Machine<Arc<Delivery>> {
         let config = &endpoint.config;
         // Enough for every unsettled delivery of two sessions to be a head of this one lane.
-        Machine::new(config.policy, config.plan, 2 * usize::from(config.credits))
+        Machine::new(
+            config.policy.clone(),
+            config.plan,
+            2 * usize::from(config.credits),
+        )
     }
 
     /// Feeds one event and performs everything that follows from it.
@@ -416,10 +420,11 @@ impl Lane {
         let ticket = run.ticket;
         let result = match end {
             RunEnd::Handled => RunResult::Handled,
-            RunEnd::Failed(kind, detail) => {
+            RunEnd::Failed { kind, plan, detail } => {
                 self.detail = Some(detail);
                 RunResult::Failed {
                     kind,
+                    plan,
                     chance: fastrand::f64(),
                 }
             }

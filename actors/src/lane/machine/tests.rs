@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::envelope::{Envelope, MessageId};
-use crate::policy::Backoff;
+use crate::policy::{Backoff, Plan};
 
 /// A delivery as small as the machine allows.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,9 +77,31 @@ fn policy(max_attempts: u32) -> Policy {
     Policy {
         max_attempts: NonZeroU32::new(max_attempts).expect("tests allow at least one attempt"),
         backoff: Backoff::constant(PAUSE),
+        plans: [
+            Plan {
+                discard: true,
+                ..Plan::default()
+            },
+            Plan {
+                pauses: vec![PAUSE],
+                ..Plan::default()
+            },
+        ]
+        .into(),
     }
 }
 
+/// The plan of a rule that discards after the first attempt.
+const DISCARD: Option<PlanIndex> = Some(PlanIndex(0));
+/// The plan of a rule that parks after the second attempt.
+const SHORT: Option<PlanIndex> = Some(PlanIndex(1));
+
+/// A failure to which no rule applies.
 fn failed(kind: FailureKind) -> RunResult {
-    RunResult::Failed { kind, chance: 0.5 }
+    failed_by(kind, None)
+}
+
+fn failed_by(kind: FailureKind, plan: Option<PlanIndex>) -> RunResult {
+    let chance = 0.5;
+    RunResult::Failed { kind, plan, chance }
 }

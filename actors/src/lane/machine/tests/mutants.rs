@@ -15,6 +15,7 @@ pub(super) enum Mutant {
     CopyOfAParkedHeadRuns,
     CopyOfAParkedHeadIsParkedAgain,
     CopyOfAnOrphanThatWasHandledRuns,
+    CopyOfADiscardedOrphanIsParked,
     ReleasedBeforeItIsSettled,
     AbortIsCounted,
     SessionEndLosesTheAttempts,
@@ -47,6 +48,7 @@ pub(super) const ALL: &[(Mutant, &str)] = &[
     (Mutant::CopyOfAParkedHeadRuns, NOT_AGAIN),
     (Mutant::CopyOfAParkedHeadIsParkedAgain, PARK),
     (Mutant::CopyOfAnOrphanThatWasHandledRuns, NOT_AGAIN),
+    (Mutant::CopyOfADiscardedOrphanIsParked, PARK),
     (Mutant::ReleasedBeforeItIsSettled, BARRIER),
     (Mutant::AbortIsCounted, COUNT),
     (Mutant::SessionEndLosesTheAttempts, COUNT),
@@ -136,11 +138,20 @@ impl Machine<Msg> {
                     }
                 }
             }
+            (Mutant::CopyOfADiscardedOrphanIsParked, _) => {
+                self.handle(event, effects);
+                for memory in self.memories() {
+                    if let Next::End(_, plan) = &mut memory.next {
+                        *plan = PoisonPlan::Park;
+                    }
+                }
+            }
             (Mutant::CopyOfAParkedHeadIsParkedAgain, _) => {
                 self.handle(event, effects);
                 for memory in self.memories() {
                     if let Next::Settle(reason, _) = memory.next {
-                        (memory.next, memory.attempts) = (Next::Park(reason), 0);
+                        let next = Next::End(reason, PoisonPlan::Park);
+                        (memory.next, memory.attempts) = (next, 0);
                     }
                 }
             }

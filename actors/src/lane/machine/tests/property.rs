@@ -57,10 +57,10 @@ fn step(number: u32) -> Step {
             nth,
             match c % 18 {
                 0..6 => Ending::Handled,
-                6..11 => Ending::Failed(FailureKind::Transient),
-                11..12 => Ending::Failed(FailureKind::RetryAfter(PAUSE)),
-                12..13 => Ending::Failed(FailureKind::Panicked),
-                13..16 => Ending::Failed(FailureKind::Permanent),
+                6..11 => Ending::Failed(FailureKind::Transient, rule(c)),
+                11..12 => Ending::Failed(FailureKind::RetryAfter(PAUSE), rule(c)),
+                12..13 => Ending::Failed(FailureKind::Panicked, rule(c)),
+                13..16 => Ending::Failed(FailureKind::Permanent, rule(c)),
                 _ => Ending::Aborted,
             },
         ),
@@ -74,6 +74,15 @@ fn step(number: u32) -> Step {
         54..57 => Step::Close(queue),
         57..58 => Step::Pause,
         _ => Step::Resume,
+    }
+}
+
+/// Mostly none.
+fn rule(number: usize) -> Option<PlanIndex> {
+    match number / 18 % 6 {
+        0 => DISCARD,
+        1 => SHORT,
+        _ => None,
     }
 }
 

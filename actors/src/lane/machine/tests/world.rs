@@ -41,7 +41,8 @@ pub(super) enum Kind {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Ending {
     Handled,
-    Failed(FailureKind),
+    /// Failed, and this plan applies.
+    Failed(FailureKind, Option<PlanIndex>),
     Aborted,
 }
 
@@ -144,7 +145,9 @@ struct Message {
     settled: bool,
     /// A settled message of its key came back before it, and made the machine forget.
     overshadowed: bool,
-    poison: Option<PoisonReason>,
+    poison: Option<(PoisonReason, PoisonPlan)>,
+    /// What was last said of its end without effect.
+    ended: Option<Outcome>,
     /// The timer of its pause.
     pause: Option<Ticket>,
     /// It has ended after its session; its copy need not run.
@@ -328,6 +331,7 @@ impl World {
             settled: false,
             overshadowed: false,
             poison: None,
+            ended: None,
             pause: None,
             finished: false,
             parked: 0,
@@ -435,14 +439,18 @@ impl World {
                 *self.count(number, session) -= 1;
                 RunResult::Aborted
             }
-            Ending::Failed(kind) => {
+            Ending::Failed(kind, plan) => {
                 self.expected.attempt_failed.push(number);
                 let attempt = *self.count(number, session);
-                match policy(self.setup.max_attempts).verdict(attempt, kind, 0.5) {
-                    Verdict::Poison(reason) => {
+                match policy(self.setup.max_attempts).verdict(attempt, kind, plan, 0.5) {
+                    verdict @ (Verdict::Poison(reason) | Verdict::Discard(reason)) => {
+                        let plan = match verdict {
+                            Verdict::Discard(_) => PoisonPlan::Discard,
+                            _ => self.setup.plan,
+                        };
                         let keyless = self.messages[number].key.is_none();
                         if !(orphan && keyless) {
-                            self.messages[number].poison = Some(reason);
+                            self.messages[number].poison = Some((reason, plan));
                         }
                         dropped = orphan;
                     }
@@ -453,7 +461,7 @@ impl World {
                         dropped = orphan;
                     }
                 }
-                failed(kind)
+                failed_by(kind, plan)
             }
         };
         if dropped {
@@ -781,7 +789,6 @@ impl World {
                 reason,
                 attempts,
             } => {
-                must!(self.setup.plan == PoisonPlan::Park, PARK, "discarding");
                 let message = &self.messages[delivery.number];
                 let taken_for_its_twin = message.doubled && message.overshadowed;
                 let counted = attempts == *self.count(delivery.number, delivery.session);
@@ -791,7 +798,9 @@ impl World {
                     "parked with {attempts}"
                 );
                 let poison = self.take_poison(&delivery);
-                must!(poison == Some(reason), PARK, "{poison:?}, not {reason}");
+                let expected = Some((reason, PoisonPlan::Park));
+                must!(poison == expected, PARK, "{poison:?}, not {reason}");
+                self.messages[delivery.number].ended = Some(Outcome::Parked);
                 self.begin_parking(ticket, &delivery, true)?;
             }
             Effect::SettleWithBarrier {
@@ -800,16 +809,18 @@ impl World {
                 outcome,
             } => {
                 let poison = self.take_poison(&delivery);
-                let discarding = self.setup.plan == PoisonPlan::Discard;
-                must!(
-                    discarding == (outcome == Outcome::Discarded),
-                    PARK,
-                    "{outcome:?}"
-                );
                 let message = &self.messages[delivery.number];
                 let copy =
                     delivery.identity.id().is_some() && (message.parked > 0 || message.doubled);
-                must!(copy || (discarding && poison.is_some()), PARK, "not poison");
+                must!(copy || poison.is_some(), PARK, "not poison");
+                let expected = match poison {
+                    // What is to be parked is not just settled.
+                    Some((_, plan)) => (plan == PoisonPlan::Discard).then_some(Outcome::Discarded),
+                    None if message.doubled => Some(outcome),
+                    None => message.ended,
+                };
+                must!(expected == Some(outcome), PARK, "{outcome:?}");
+                self.messages[delivery.number].ended = Some(outcome);
                 self.begin_parking(ticket, &delivery, poison.is_some())?;
             }
             Effect::Gap { delivery, .. } => {
@@ -896,8 +907,8 @@ impl World {
         self.messages.iter().any(finished)
     }
 
-    /// Why the message, or its twin, is poison; told once.
-    fn take_poison(&mut self, delivery: &Msg) -> Option<PoisonReason> {
+    /// Why the message, or its twin, is poison, and where it goes; told once.
+    fn take_poison(&mut self, delivery: &Msg) -> Option<(PoisonReason, PoisonPlan)> {
         let (number, key) = (delivery.number, self.messages[delivery.number].key);
         let twins = (0..self.messages.len()).filter(|&twin| {
             let twin = &self.messages[twin];
@@ -913,7 +924,7 @@ impl World {
         let spent = key.is_none()
             && delivery.identity.id().is_some()
             && delivery.earlier >= self.setup.max_attempts;
-        spent.then_some(PoisonReason::Failed)
+        spent.then_some((PoisonReason::Failed, self.setup.plan))
     }
 
     fn begin_parking(&mut self, ticket: Ticket, delivery: &Msg, first: bool) -> Checked {
