@@ -57,7 +57,7 @@
 //!
 //! # Guides
 //! - [`docs::ordering`]: choosing a key; what order means and does not
-//! - [`docs::failure`]: attempts, back-off, parking; what an operator sees
+//! - [`docs::failure`]: attempts, back-off, parking and coming back; what an operator sees
 //! - [`docs::shutdown`]: the steps of a drain
 //! - [`actors`]: the glossary, the supervision tree, the invariants; embedding in an actix `System`
 //! - [`transport::memory`]: the embedded broker, also as a test kit; [`testing`]: the order ledger
@@ -72,6 +72,7 @@ mod bus;
 pub mod docs;
 mod endpoint;
 mod host;
+pub mod parked;
 pub mod prelude;
 mod publish;
 mod routing;
@@ -89,6 +90,7 @@ pub use laneway_actors::{
     EventKind, Failure, FailureKind, Fingerprint, Handler, HeaderValue, Headers, Keyed, Message,
     MessageId, OrderingKey, Outcome, PoisonReason, Problem, WaitReason, WaitingKey,
 };
+pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
 pub use topology::{QueueSpec, QueueType, Topology};
