@@ -18,6 +18,7 @@ use tokio::sync::{Mutex, broadcast};
 
 use crate::endpoint::EndpointBuilder;
 use crate::host::Host;
+use crate::parked::{Parked, ParkedError, ParkedPlaces};
 use crate::publish::BusPublisher;
 use crate::routing::{RouteBuilder, Routes};
 use crate::topology::Topology;
@@ -291,12 +292,14 @@ impl BusBuilder {
         let publisher = Arc::new(BusPublisher::new(routes, transport.publisher()));
         let events = Events::default();
         let mut specs = Vec::new();
+        let mut parked = ParkedPlaces::new(self.fingerprints.clone());
         for endpoint in endpoints {
             let Some(queue) = self.topology.find(&endpoint.queue) else {
                 // A problem already; the others are found without it.
                 check_alone(&endpoint, &self.topology, &mut problems);
                 continue;
             };
+            parked.add(&endpoint.settings.name, queue, &*transport);
             let spec = EndpointSpec {
                 parking: transport.parking(queue),
                 publisher: Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>),
@@ -320,6 +323,7 @@ impl BusBuilder {
             topology: self.topology,
             specs,
             publisher,
+            parked,
             events,
             drain_deadline: self.drain_deadline,
         })
@@ -353,6 +357,7 @@ pub struct ReadyBus {
     topology: Topology,
     specs: Vec<EndpointSpec>,
     publisher: Arc<BusPublisher>,
+    parked: ParkedPlaces,
     events: Events,
     drain_deadline: Duration,
 }
@@ -388,6 +393,7 @@ impl ReadyBus {
             inner: Arc::new(Inner {
                 endpoints,
                 publisher: self.publisher,
+                parked: self.parked,
                 events: self.events,
                 drain_deadline: self.drain_deadline,
                 host: Mutex::new(Some(host)),
@@ -439,6 +445,7 @@ pub struct Bus {
 struct Inner {
     endpoints: Vec<EndpointHandle>,
     publisher: Arc<BusPublisher>,
+    parked: ParkedPlaces,
     events: Events,
     drain_deadline: Duration,
     host: Mutex<Option<Host>>,
@@ -577,6 +584,15 @@ impl Bus {
     /// 1,024 events misses the oldest, and is told how many.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.inner.events.subscribe()
+    }
+
+    /// The messages that an endpoint has parked: to list, show, discard and replay them.
+    ///
+    /// # Errors
+    /// [`ParkedError::UnknownEndpoint`], or [`ParkedError::NoParking`] for an endpoint whose queue has
+    /// no parking place.
+    pub fn parked(&self, endpoint: &str) -> Result<Parked, ParkedError> {
+        self.inner.parked.of(endpoint)
     }
 
     /// The handle of an endpoint, to send messages to its lanes directly.

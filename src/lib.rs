@@ -57,7 +57,7 @@
 //!
 //! # Guides
 //! - [`docs::ordering`]: choosing a key; what order means and does not
-//! - [`docs::failure`]: attempts, back-off, rules, parking; what an operator sees
+//! - [`docs::failure`]: attempts, back-off, rules, parking and coming back; what an operator sees
 //! - [`docs::shutdown`]: the steps of a drain
 //! - [`docs::architecture`]: how the parts work together, for whoever changes them
 //! - [`actors`]: the glossary, the supervision tree, the invariants; embedding in an actix `System`
@@ -73,6 +73,7 @@ mod bus;
 pub mod docs;
 mod endpoint;
 mod host;
+pub mod parked;
 pub mod prelude;
 mod publish;
 mod routing;
@@ -91,6 +92,7 @@ pub use laneway_actors::{
     Headers, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonReason, Problem, WaitReason,
     WaitingKey,
 };
+pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
 pub use topology::{QueueSpec, QueueType, Topology};

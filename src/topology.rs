@@ -133,6 +133,16 @@ impl QueueSpec {
         self
     }
 
+    /// Its parking queue, as a queue to read from.
+    pub(crate) fn parking_queue(&self) -> Option<Self> {
+        let parking = self.parking.as_ref()?;
+        Some(Self {
+            durable: true,
+            queue_type: self.queue_type,
+            ..Self::new(&parking.queue, false)
+        })
+    }
+
     /// What is wrong with its parking place, whatever the broker.
     pub(crate) fn parking_problems(&self) -> Vec<String> {
         let Some(ParkingSpec { exchange, queue }) = &self.parking else {

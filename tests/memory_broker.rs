@@ -283,6 +283,7 @@ fn parking_is_refused_while_no_queue_is_bound_or_the_queue_is_full() {
             )),
             endpoint: "billing".into(),
             queue: QUEUE.into(),
+            key: None,
             reason: PoisonReason::Permanent,
             detail: String::new(),
             attempts: 1,

@@ -302,6 +302,7 @@ async fn a_memory_alarm_blocks_publishing_only_and_nothing_is_sent_late() {
         delivery: Arc::new(taken.remove(0)),
         endpoint: "endpoint".into(),
         queue: "queue".into(),
+        key: None,
         reason: PoisonReason::Failed,
         detail: String::new(),
         attempts: 5,

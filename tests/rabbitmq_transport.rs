@@ -88,6 +88,7 @@ fn letter(delivery: Delivery) -> Arc<DeadLetter> {
         delivery: Arc::new(delivery),
         endpoint: "orders".into(),
         queue: "orders-queue".into(),
+        key: None,
         reason: PoisonReason::Permanent,
         detail: "no such order".to_owned(),
         attempts: 3,

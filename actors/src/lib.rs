@@ -28,6 +28,7 @@
 //! | **settle** | tell the source: acknowledge, or leave it to be given back |
 //! | **poison message** | used up its attempts, failed permanently, or cannot be decoded or routed to a handler: [`PoisonReason`] |
 //! | **park** | move a poison message durably to its parking place: [`port::Parking`] |
+//! | **replay** | publish a parked message to the queue it came from, where it is handled like any other: [`port::ParkedMessages`] |
 //! | **barrier** | proof that the source has *processed* the acknowledgements sent before: [`port::Session::barrier`] |
 //! | **release** | let a key go on after its poison head has been parked |
 //! | **gap** | the hole in a key's sequence left by a message that ended without effect; always reported |

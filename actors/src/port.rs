@@ -9,7 +9,7 @@ use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 
 use crate::envelope::{Delivery, DeliveryTag, Envelope};
-use crate::key::OrderingKey;
+use crate::key::{Fingerprint, OrderingKey};
 use crate::outcome::PoisonReason;
 use crate::session::SessionState;
 
@@ -129,6 +129,8 @@ pub struct DeadLetter {
     pub endpoint: Arc<str>,
     /// Queue it came from.
     pub queue: Arc<str>,
+    /// Fingerprint of its key; `None` for a keyless message.
+    pub key: Option<Fingerprint>,
     /// Why.
     pub reason: PoisonReason,
     /// The last error's text, with occurrences of the key replaced by its fingerprint.
@@ -149,6 +151,53 @@ pub enum ParkError {
     /// No answer: a copy may be there. Trying again can leave a second one.
     #[error("whether the message was parked is unknown: {0}")]
     Unknown(String),
+}
+
+/// The messages of a parking place: to be looked at, discarded, or replayed.
+///
+/// Looking is a session on the parking queue that acknowledges only what is discarded or replayed;
+/// closing it gives the rest back in order.
+pub trait ParkedMessages: Send + Sync + 'static {
+    /// Name of the parking queue.
+    fn name(&self) -> &str;
+
+    /// What the parking queue holds now, and how many read from it.
+    ///
+    /// # Errors
+    /// When the queue cannot be reached, or does not exist.
+    fn count(&self) -> BoxFuture<'_, Result<ParkedCount, SourceError>>;
+
+    /// Opens a session on the parking queue; see [`Source::open`].
+    ///
+    /// # Errors
+    /// See [`Source::open`].
+    fn open(
+        &self,
+        state: Arc<SessionState>,
+        credits: u16,
+    ) -> BoxFuture<'_, Result<OpenSession, SourceError>>;
+
+    /// Publishes a parked message to a queue, persistent, with everything it has, and with
+    /// [`header::REPLAY`](crate::header::REPLAY) set to `replay`. Resolves when the broker has
+    /// confirmed it. Does not acknowledge the parked copy, and never sends twice.
+    ///
+    /// # Errors
+    /// [`PublishError`], telling whether a copy may have been sent.
+    fn send_back(
+        &self,
+        parked: Arc<Delivery>,
+        queue: Arc<str>,
+        replay: i64,
+    ) -> BoxFuture<'static, Result<(), PublishError>>;
+}
+
+/// What a parking queue holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParkedCount {
+    /// Messages in it that no session holds.
+    pub ready: u32,
+    /// Sessions on it, whoever opened them.
+    pub sessions: u32,
 }
 
 /// Sends messages out.

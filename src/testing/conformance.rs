@@ -23,11 +23,12 @@ use futures::StreamExt as _;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use laneway_actors::port::{
-    Ack, DeadLetter, Destination, Outgoing, ParkError, Parking, PublishError, Publisher, Session,
-    SessionLost, Source, SourceError,
+    Ack, DeadLetter, Destination, Outgoing, ParkError, ParkedMessages, Parking, PublishError,
+    Publisher, Session, SessionLost, Source, SourceError,
 };
 use laneway_actors::{
-    Delivery, DeliveryTag, Envelope, HeaderValue, MessageId, PoisonReason, SessionState,
+    Delivery, DeliveryTag, Envelope, HeaderValue, Identity, MessageId, PoisonReason, SessionState,
+    header,
 };
 
 use crate::topology::{ParkingSpec, QueueSpec, Topology};
@@ -93,6 +94,9 @@ macro_rules! conformance_suite {
             parking_keeps_the_message_and_adds_its_provenance
             parking_again_replaces_the_provenance
             parking_without_its_exchange_is_refused_and_works_once_restored
+            a_parked_message_comes_back_with_everything_and_its_replay_number
+            a_look_at_parked_messages_counts_as_a_session_and_gives_them_back_in_order
+            a_parked_message_is_not_sent_back_to_a_missing_queue
             publishing_to_a_missing_queue_is_refused
             publishing_to_a_missing_exchange_is_refused
             publishing_to_an_exchange_reaches_the_bound_queue
@@ -477,6 +481,98 @@ pub async fn parking_again_replaces_the_provenance(adapter: &dyn Adapter) {
     stage.end(session).await;
 }
 
+/// A parked message that is sent back has everything it had, and its replay number; the parked copy stays
+/// until it is acknowledged.
+pub async fn a_parked_message_comes_back_with_everything_and_its_replay_number(
+    adapter: &dyn Adapter,
+) {
+    let stage = Stage::declare(adapter, |queue| queue).await;
+    let mut sent = full_envelope();
+    stage.publish(sent.clone()).await;
+    let mut session = stage.open(1).await;
+    let delivery = Arc::new(session.next().await);
+    stage.park(&delivery, 3).await.expect("the place exists");
+    session.acknowledge(delivery.tag());
+
+    let parked = stage.parked();
+    let mut look = Reader::look(parked.as_ref(), 10).await;
+    let copy = Arc::new(look.next().await);
+    let sending = parked.send_back(Arc::clone(&copy), stage.name().into(), 4);
+    within("the message to be sent back", sending)
+        .await
+        .expect("the queue exists");
+    let again = session.next().await;
+    for (name, value) in copy.envelope().headers.iter() {
+        // A quorum queue's own count; it counts that queue only.
+        if name != "x-delivery-count" {
+            sent.headers.insert(name, value.clone());
+        }
+    }
+    sent.headers.insert(header::REPLAY, 4);
+    assert_same_message(again.envelope(), &sent);
+    assert_ne!(
+        Identity::of(again.envelope()),
+        Identity::of(delivery.envelope()),
+        "a replayed message is not a copy of the one that was parked"
+    );
+    session.acknowledge(again.tag());
+    look.close().await;
+
+    let mut look = Reader::look(parked.as_ref(), 10).await;
+    let kept = look.next().await;
+    assert_same_message(kept.envelope(), copy.envelope());
+    look.acknowledge(kept.tag());
+    look.barrier().await.expect("the session lives");
+    look.close().await;
+    stage.end(session).await;
+}
+
+/// Who looks at parked messages is counted, and gives back in order what was not acknowledged.
+pub async fn a_look_at_parked_messages_counts_as_a_session_and_gives_them_back_in_order(
+    adapter: &dyn Adapter,
+) {
+    let stage = Stage::declare(adapter, |queue| queue).await;
+    stage.publish_all(0..50).await;
+    let mut session = stage.open(50).await;
+    for _ in 0..50 {
+        let delivery = Arc::new(session.next().await);
+        stage.park(&delivery, 1).await.expect("the place exists");
+        session.acknowledge(delivery.tag());
+    }
+    let parked = stage.parked();
+    let count = within("a count", parked.count()).await.expect("it exists");
+    assert_eq!((count.ready, count.sessions), (50, 0));
+    let mut look = Reader::look(parked.as_ref(), 40).await;
+    let held = look.take(40).await;
+    let count = within("a count", parked.count()).await.expect("it exists");
+    assert_eq!((count.ready, count.sessions), (10, 1));
+    look.acknowledge(held[20].tag());
+    look.barrier().await.expect("the session lives");
+    look.close().await;
+
+    let mut look = Reader::look(parked.as_ref(), 60).await;
+    let left: Vec<_> = (0..50).filter(|number| *number != 20).collect();
+    assert_eq!(numbers_of(&look.take(49).await), left);
+    look.close().await;
+    stage.end(session).await;
+}
+
+/// Sending back to a queue that does not exist is refused: surely nothing was sent.
+pub async fn a_parked_message_is_not_sent_back_to_a_missing_queue(adapter: &dyn Adapter) {
+    let stage = Stage::declare(adapter, |queue| queue).await;
+    stage.publish_all(0..1).await;
+    let mut session = stage.open(1).await;
+    let delivery = Arc::new(session.next().await);
+    let missing = unique_name("missing").into();
+    let sending = stage.parked().send_back(delivery, missing, 1);
+    let refused = within("an answer", sending).await;
+    assert!(
+        matches!(refused, Err(PublishError::Refused(_))),
+        "surely not sent, but: {refused:?}"
+    );
+    stage.end(session).await;
+}
+
 /// Without its exchange, parking says that no copy was made, and goes on working once it is back.
 pub async fn parking_without_its_exchange_is_refused_and_works_once_restored(
     adapter: &dyn Adapter,
@@ -719,12 +815,19 @@ impl<'a> Stage<'a> {
             delivery: Arc::clone(delivery),
             endpoint: "conformance".into(),
             queue: self.name().into(),
+            key: None,
             reason: PoisonReason::Failed,
             detail: "no answer".to_owned(),
             attempts,
             given_up_at: UNIX_EPOCH + Duration::from_millis(GIVEN_UP_AT_MILLIS.unsigned_abs()),
         });
         within("parking to be answered", self.parking.park(letter)).await
+    }
+
+    /// The parked messages.
+    fn parked(&self) -> Arc<dyn ParkedMessages> {
+        let parked = self.adapter.transport().parked(&self.spec);
+        parked.expect("the queue was given a parking place")
     }
 
     /// The parking queue, read like any queue.
@@ -803,6 +906,19 @@ impl Reader {
             }
         })
         .await
+    }
+
+    async fn look(parked: &dyn ParkedMessages, credits: u16) -> Self {
+        let state = SessionState::start();
+        let opening = parked.open(Arc::clone(&state), credits);
+        let open = within("the parking queue to be opened", opening).await;
+        let open = open.expect("the parking queue is there");
+        Self {
+            deliveries: open.deliveries,
+            control: open.control,
+            state,
+            arrived: VecDeque::new(),
+        }
     }
 
     async fn next(&mut self) -> Delivery {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use laneway_actors::Problem;
-use laneway_actors::port::{Parking, Publisher, Source};
+use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source};
 
 use crate::topology::QueueSpec;
 
@@ -24,6 +24,11 @@ pub trait Transport: Send + Sync + 'static {
 
     /// The parking place of a queue, if it has one.
     fn parking(&self, queue: &QueueSpec) -> Option<Arc<dyn Parking>>;
+
+    /// The messages in a queue's parking place. By default none can be looked at.
+    fn parked(&self, _queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
+        None
+    }
 
     /// Sends messages out.
     fn publisher(&self) -> Arc<dyn Publisher>;

@@ -17,6 +17,8 @@ pub const ATTEMPTS: &str = "laneway-attempts";
 pub const ENDPOINT: &str = "laneway-endpoint";
 /// The queue it came from.
 pub const QUEUE: &str = "laneway-queue";
+/// Fingerprint of its key, as the process that parked it shows it; absent for a keyless message.
+pub const FINGERPRINT: &str = "laneway-fingerprint";
 /// The last error's text, without key values, shortened to [`MAX_DETAIL`] bytes.
 pub const DETAIL: &str = "laneway-detail";
 /// When it was given up: milliseconds since the start of 1970 (UTC), a whole number.
@@ -34,14 +36,16 @@ pub(crate) fn headers(letter: &DeadLetter) -> Vec<(&'static str, HeaderValue)> {
     let millis = since_epoch.map_or(0, |past| {
         i64::try_from(past.as_millis()).unwrap_or(i64::MAX)
     });
-    vec![
+    let mut headers = vec![
         (REASON, letter.reason.to_string().into()),
         (ATTEMPTS, i64::from(letter.attempts).into()),
         (ENDPOINT, letter.endpoint.as_ref().into()),
         (QUEUE, letter.queue.as_ref().into()),
         (DETAIL, shortened(&letter.detail).into()),
         (PARKED_AT, millis.into()),
-    ]
+    ];
+    headers.extend(letter.key.map(|key| (FINGERPRINT, key.to_string().into())));
+    headers
 }
 
 /// The longest beginning that fits and is whole text.
@@ -58,7 +62,9 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use laneway_actors::{Delivery, DeliveryTag, Envelope, PoisonReason, SessionState};
+    use laneway_actors::{
+        Delivery, DeliveryTag, Envelope, Fingerprints, PoisonReason, SessionState,
+    };
 
     use super::*;
 
@@ -71,6 +77,7 @@ mod tests {
             )),
             endpoint: "billing".into(),
             queue: "orders".into(),
+            key: None,
             reason: PoisonReason::TimedOut,
             detail: detail.to_owned(),
             attempts: 3,
@@ -91,6 +98,17 @@ mod tests {
                 (PARKED_AT, HeaderValue::Integer(1_700_000_000_123)),
             ]
         );
+    }
+
+    #[test]
+    fn a_key_is_shown_by_its_fingerprint() {
+        let key = Fingerprints::with_secret(b"secret").of(&"account-7".into());
+        let headers = headers(&DeadLetter {
+            key: Some(key),
+            ..letter("no answer")
+        });
+        let shown = (FINGERPRINT, HeaderValue::from(key.to_string()));
+        assert_eq!(headers.last(), Some(&shown));
     }
 
     #[test]

@@ -300,6 +300,7 @@ impl Lane {
                 let letter = DeadLetter {
                     endpoint: Arc::clone(&self.endpoint.config.name),
                     queue: Arc::clone(&self.endpoint.queue),
+                    key: self.endpoint.fingerprint(delivery.key()),
                     reason,
                     detail: self.endpoint.redact(&detail, delivery.key()),
                     attempts,

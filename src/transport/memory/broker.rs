@@ -8,11 +8,12 @@ use std::fmt;
 use std::pin::pin;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use laneway_actors::port::{Parking, Publisher, Source, SourceError};
+use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source, SourceError};
 use laneway_actors::{Envelope, SessionState};
 use tokio::sync::Notify;
 
 use super::live_queue::LiveQueue;
+use super::parked::MemoryParked;
 use super::parking::MemoryParking;
 use super::publisher::MemoryPublisher;
 use super::queue::{ConsumerId, QueueStatus};
@@ -274,6 +275,14 @@ impl MemoryBroker {
         live.wait_until(condition).await;
     }
 
+    /// What a queue holds that must exist.
+    pub(super) fn existing(&self, queue: &str) -> Result<QueueStatus, SourceError> {
+        let registry = self.registry();
+        registry.reachable()?;
+        let live = registry.queues.get(queue);
+        Ok(live.ok_or_else(|| missing_queue(queue))?.status())
+    }
+
     /// Opens a session.
     pub(super) fn open(
         &self,
@@ -414,6 +423,11 @@ impl Transport for MemoryBroker {
     fn parking(&self, queue: &QueueSpec) -> Option<Arc<dyn Parking>> {
         let place = queue.parking.clone()?;
         Some(Arc::new(MemoryParking::new(self.clone(), place)))
+    }
+
+    fn parked(&self, queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
+        let parking = queue.parking_queue()?;
+        Some(Arc::new(MemoryParked::new(self.clone(), parking)))
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {

@@ -50,6 +50,7 @@
 
 mod broker;
 mod live_queue;
+mod parked;
 mod parking;
 mod publisher;
 mod queue;

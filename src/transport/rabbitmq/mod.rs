@@ -53,9 +53,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use laneway_actors::Problem;
-use laneway_actors::port::{Parking, Publisher, Source, SourceError};
+use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source, SourceError};
 
 use self::core::Core;
+use self::parked::QueueParked;
 use self::parking::QueueParking;
 use self::publisher::BrokerPublisher;
 use self::source::QueueSource;
@@ -64,6 +65,7 @@ use crate::transport::Transport;
 
 mod connection;
 mod core;
+mod parked;
 mod parking;
 mod properties;
 mod publisher;
@@ -194,10 +196,11 @@ impl RabbitMq {
         let core = self.core().map_err(|why| source::refused(why, None))?;
         let asking = {
             let (core, queue) = (Arc::clone(&core), queue.to_owned());
-            async move { topology::ready(&core, &queue).await }
+            async move { topology::count(&core, &queue).await }
         };
         let answer = core.run(asking).await;
-        answer.unwrap_or_else(|| Err(source::stopped()))
+        let (ready, _) = answer.unwrap_or_else(|| Err(source::stopped()))?;
+        Ok(ready)
     }
 
     /// Deletes the declared queues of a topology **with every message in them**, their parking queues
@@ -276,6 +279,11 @@ impl Transport for RabbitMq {
     fn parking(&self, queue: &QueueSpec) -> Option<Arc<dyn Parking>> {
         let parking = queue.parking.as_ref()?;
         Some(Arc::new(QueueParking::new(self.clone(), &parking.exchange)))
+    }
+
+    fn parked(&self, queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
+        let parking = queue.parking_queue()?;
+        Some(Arc::new(QueueParked::new(self.clone(), parking)))
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {

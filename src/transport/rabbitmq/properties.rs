@@ -197,6 +197,32 @@ fn long(text: &str) -> AMQPValue {
     AMQPValue::LongString(LongString::from(text))
 }
 
+/// Carries the header `CC` of a message that was replayed: under its own name it would send copies to
+/// the other queues once more.
+const CC: &str = "laneway-cc";
+
+/// Headers that a quorum queue adds to what it delivers; they count the life in that queue.
+const COUNTED_BY_QUEUE: [&str; 2] = ["x-delivery-count", "x-acquired-count"];
+
+/// The properties of a parked message on its way back: everything it has, the replay number set.
+pub(super) fn replayed(native: &BasicProperties, user: &str, replay: i64) -> BasicProperties {
+    let number = (header::REPLAY.into(), AMQPValue::LongLongInt(replay));
+    let properties = parked(native, user, [number]);
+    let mut headers = FieldTable::default();
+    for (name, value) in properties.headers().iter().flat_map(FieldTable::inner) {
+        if COUNTED_BY_QUEUE.contains(&name.as_str()) {
+            continue;
+        }
+        let name = if name.as_str() == "CC" {
+            CC.into()
+        } else {
+            name.clone()
+        };
+        headers.insert(name, value.clone());
+    }
+    properties.with_headers(headers)
+}
+
 /// Carries the `user-id` of a parked message whose publisher was another user.
 const USER_ID: &str = "laneway-user-id";
 

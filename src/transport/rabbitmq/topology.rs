@@ -210,25 +210,26 @@ where
     }
 }
 
-/// How many messages are ready in a queue. To be called on the own runtime.
-pub(super) async fn ready(core: &Core, queue: &str) -> Result<u32, SourceError> {
+/// How many messages are ready in a queue, and how many consumers it has. To be called on the own
+/// runtime.
+pub(super) async fn count(core: &Core, queue: &str) -> Result<(u32, u32), SourceError> {
     let live = administrative(core).await?;
     let name = named("queue", queue)?;
     let options = QueueDeclareOptions {
         passive: true,
         ..QueueDeclareOptions::default()
     };
-    let mut ready = 0;
+    let mut count = (0, 0);
     let what = format!("queue `{queue}`");
     ask(core, &live, &what, async |channel| {
         let declared = channel
             .queue_declare(name, options, FieldTable::default())
             .await?;
-        ready = declared.message_count();
+        count = (declared.message_count(), declared.consumer_count());
         Ok(())
     })
     .await?;
-    Ok(ready)
+    Ok(count)
 }
 
 /// Deletes a declared queue with what it holds, and its parking place. To be called on the own
