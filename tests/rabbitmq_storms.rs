@@ -542,7 +542,6 @@ async fn a_body_without_bytes_and_one_of_ten_megabytes_are_handled_or_parked_who
 /// A broker that is killed forgets acknowledgements that it has answered for: a classic queue writes them
 /// down later. What was parked then comes again, and must not run after its successors.
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "known: the supervisor does not remember what was parked and released (classic queues)"]
 async fn a_parked_message_does_not_run_after_its_successors_when_the_broker_is_killed() {
     const ORDERS: u64 = 20;
     let _one = ONE_BROKER.lock().await;

@@ -56,6 +56,8 @@ const HOUSEKEEPING: Duration = Duration::from_millis(250);
 pub(crate) enum FromLane {
     Settled(Vec<Settled>),
     Forgotten(Identity, u32),
+    /// The source has processed the acknowledgement of a message that ended without effect.
+    BarrierPassed(Arc<Delivery>, Outcome),
     Quiet(LaneIndex),
     Paused,
     HandlersGone,
@@ -345,6 +347,16 @@ impl Handler<FromLane> for EndpointSupervisor {
                 }
                 self.maybe_close(ctx);
             }
+            FromLane::BarrierPassed(delivery, outcome) => {
+                let session = self.live.as_ref().map(|live| live.state.id());
+                if session == Some(delivery.session_id()) {
+                    self.finished.record(delivery.identity(), outcome);
+                } else {
+                    let late = false;
+                    self.finished
+                        .record_late(delivery.identity(), Ending { outcome, late });
+                }
+            }
             FromLane::Paused => self.any_paused = true,
             FromLane::HandlersGone => {
                 let reason = "the runtime that runs the handlers has shut down".to_owned();
@@ -389,7 +401,7 @@ impl Handler<Flush> for EndpointSupervisor {
 impl Handler<SettleWithBarrier> for EndpointSupervisor {
     type Result = ResponseFuture<bool>;
 
-    fn handle(&mut self, settle: SettleWithBarrier, _: &mut Context<Self>) -> Self::Result {
+    fn handle(&mut self, settle: SettleWithBarrier, ctx: &mut Context<Self>) -> Self::Result {
         if settle.delivery.is_direct() {
             let settle_now = settle.delivery.take_direct();
             let alive = !settle.delivery.session().has_ended();
@@ -398,7 +410,7 @@ impl Handler<SettleWithBarrier> for EndpointSupervisor {
             }
             return Box::pin(async move { alive });
         }
-        // Not remembered as finished: should the session end before the barrier, the copy must go through
+        // Not remembered as finished yet: should the session end before the barrier, the copy must go through
         // its lane, which holds the key until that copy's own acknowledgement is known to be processed.
         if !self.mark_ended(&settle.delivery) {
             return Box::pin(async { false });
@@ -407,7 +419,17 @@ impl Handler<SettleWithBarrier> for EndpointSupervisor {
         match &self.live {
             Some(live) => {
                 let barrier = live.control.barrier();
-                Box::pin(async move { barrier.await.is_ok() })
+                let myself = ctx.address();
+                Box::pin(async move {
+                    let settled = barrier.await.is_ok();
+                    if settled {
+                        // A classic queue writes acknowledgements down later: a broker that is killed can forget
+                        // even one that it has processed, and give the message again, after its successor. So
+                        // it is remembered from here on, and before its key is released.
+                        myself.do_send(FromLane::BarrierPassed(settle.delivery, settle.outcome));
+                    }
+                    settled
+                })
             }
             None => Box::pin(async { false }),
         }
