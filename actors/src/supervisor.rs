@@ -31,7 +31,9 @@ use crate::config::{EndpointConfig, EndpointSettings, Problem};
 use crate::endpoint::{Counters, Endpoint};
 use crate::envelope::{Delivery, HeaderValue, Identity};
 use crate::handler::{ContextPublisher, HandlerSet};
-use crate::key::{Fingerprints, LaneIndex, OrderingKey};
+use crate::holds::Holds;
+use crate::key::{Fingerprint, Fingerprints, LaneIndex, OrderingKey};
+use crate::lane::machine::HoldEnd;
 use crate::lane::{Lane, LaneAddr, LaneGate, LaneLink, Mail, ToLane};
 use crate::observe::{EndpointSnapshot, EndpointState, EventKind, Events};
 use crate::outcome::Outcome;
@@ -227,6 +229,18 @@ impl EndpointHandle {
         self.addr.send(Drain { within }).await.unwrap_or_default()
     }
 
+    /// Ends the hold of a key ([`PoisonMode::BlockKey`](crate::PoisonMode::BlockKey)); whether it was held.
+    pub async fn end_hold(&self, key: Fingerprint, end: HoldEnd) -> bool {
+        let (done, mut answers) = tokio::sync::mpsc::unbounded_channel();
+        // A fingerprint does not tell the lane.
+        for lane in self.lanes.iter() {
+            let done = done.clone();
+            lane.tell(ToLane::EndHold { key, end, done });
+        }
+        drop(done);
+        answers.recv().await.is_some()
+    }
+
     /// Makes the next message of a lane panic in the lane's own code.
     #[cfg(feature = "testing")]
     #[doc(hidden)]
@@ -395,6 +409,7 @@ impl EndpointSupervisor {
             fingerprints: spec.fingerprints,
             runtime,
             counters: Counters::default(),
+            holds: Holds::new(config.credits),
             cancel: CancellationToken::new(),
             config,
         });
