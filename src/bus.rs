@@ -10,8 +10,8 @@ use std::time::Duration;
 use laneway_actors::port::{Destination, PublishError};
 use laneway_actors::{
     ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointSpec,
-    EndpointState, Envelope, Event, Events, FailureRules, Fingerprints, Message, OrderingKey,
-    Problem, check_endpoint, header,
+    EndpointState, Envelope, Event, Events, FailureRules, Fingerprint, Fingerprints, HoldEnd,
+    Message, OrderingKey, Problem, check_endpoint, header,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, broadcast};
@@ -54,6 +54,18 @@ pub enum RunError {
         /// Its name.
         endpoint: String,
     },
+}
+
+/// Why a hold could not be ended.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HoldError {
+    /// The bus has no endpoint of this name.
+    #[error("there is no endpoint `{0}`")]
+    NoEndpoint(String),
+    /// Nothing is held under this fingerprint (any more).
+    #[error("no key with the fingerprint {0} is held")]
+    NotHeld(Fingerprint),
 }
 
 /// Describes a bus.
@@ -577,6 +589,26 @@ impl Bus {
         let asked = self.inner.endpoints.iter().map(EndpointHandle::snapshot);
         BusSnapshot {
             endpoints: futures::future::join_all(asked).await,
+        }
+    }
+
+    /// Ends the hold of a key ([`PoisonMode::BlockKey`](crate::PoisonMode::BlockKey)): its head is parked, or
+    /// runs again with its attempts counted anew, or is discarded; then its key goes on.
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub async fn end_hold(
+        &self,
+        endpoint: &str,
+        key: Fingerprint,
+        end: HoldEnd,
+    ) -> Result<(), HoldError> {
+        let handle = self.endpoint(endpoint);
+        let handle = handle.ok_or_else(|| HoldError::NoEndpoint(endpoint.to_owned()))?;
+        if handle.end_hold(key, end).await {
+            Ok(())
+        } else {
+            Err(HoldError::NotHeld(key))
         }
     }
 

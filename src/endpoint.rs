@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use laneway_actors::{
     Backoff, EndpointSettings, FailureRules, Handler, HandlerSet, KeySource, Keyed, Message,
-    OrderingKey, Problem,
+    OrderingKey, PoisonMode, Problem,
 };
 
 use crate::topology::Topology;
@@ -210,6 +210,13 @@ impl EndpointBuilder {
     #[must_use]
     pub fn handler_timeout(mut self, bound: impl Into<Option<Duration>>) -> Self {
         self.settings.handler_timeout = bound.into();
+        self
+    }
+
+    /// What happens to the key of a poison message. Defaults to [`PoisonMode::ReleaseKey`].
+    #[must_use]
+    pub fn poison_mode(mut self, mode: PoisonMode) -> Self {
+        self.settings.poison_mode = mode;
         self
     }
 

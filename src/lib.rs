@@ -82,15 +82,17 @@ pub mod testing;
 pub mod topology;
 pub mod transport;
 
-pub use bus::{Bus, BusBuilder, BusSnapshot, ConfigError, ReadyBus, RunError, ShutdownReport};
+pub use bus::{
+    Bus, BusBuilder, BusSnapshot, ConfigError, HoldError, ReadyBus, RunError, ShutdownReport,
+};
 pub use endpoint::{EndpointBuilder, TransportAffinity};
 pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
     Backoff, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope, Event,
     EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler, HeaderValue,
-    Headers, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonReason, Problem, WaitReason,
-    WaitingKey,
+    Headers, HoldEnd, HoldOver, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonMode,
+    PoisonReason, Problem, WaitReason, WaitingKey,
 };
 pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;

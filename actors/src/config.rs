@@ -31,6 +31,35 @@ pub struct KeySource {
     pub correlation_id: bool,
 }
 
+/// What happens to the key of a message that is poison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PoisonMode {
+    /// The message is parked, the gap reported, and the key goes on.
+    #[default]
+    ReleaseKey,
+    /// The message stays at the head of its key, and nothing of the key runs until an operator decides. Other
+    /// keys go on. (A message that a failure rule discards holds nothing, nor does a keyless one.)
+    ///
+    /// The hold has two bounds, at which the message is parked, loudly, and the key goes on: this time, and
+    /// half of the credits for all held keys together (then the oldest goes).
+    BlockKey {
+        /// More than zero, less than 30 minutes (the time in which RabbitMQ wants an acknowledgement).
+        hold_at_most: Duration,
+    },
+}
+
+impl PoisonMode {
+    /// [`BlockKey`](Self::BlockKey) for at most 10 minutes.
+    pub fn block_key() -> Self {
+        Self::BlockKey {
+            hold_at_most: Duration::from_secs(600),
+        }
+    }
+}
+
+/// After this time RabbitMQ takes a consumer for dead that has not acknowledged a message.
+const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(1_800);
+
 /// The settings of an endpoint, as written.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -63,6 +92,8 @@ pub struct EndpointSettings {
     pub handler_timeout: Option<Duration>,
     /// Poison messages are acknowledged and reported instead of parked.
     pub discard_poison: bool,
+    /// What happens to the key of a poison message. Defaults to releasing it.
+    pub poison_mode: PoisonMode,
     /// How long an attempt may go on after its session was lost. Defaults to zero: another instance
     /// may already be running the same message.
     pub abort_grace: Duration,
@@ -87,6 +118,7 @@ impl EndpointSettings {
             bus_rules: FailureRules::default(),
             handler_timeout: Some(Duration::from_secs(60)),
             discard_poison: false,
+            poison_mode: PoisonMode::default(),
             abort_grace: Duration::ZERO,
             intensity: Intensity::default(),
         }
@@ -178,6 +210,35 @@ impl EndpointSettings {
                     .to_owned(),
             );
         }
+        if let PoisonMode::BlockKey { hold_at_most } = self.poison_mode {
+            if self.ordering.is_none() {
+                problem(
+                    "poison_mode",
+                    "`BlockKey` has no effect without ordering; remove it or order by a key"
+                        .to_owned(),
+                );
+            }
+            if self.discard_poison {
+                problem(
+                    "poison_mode",
+                    "`BlockKey` contradicts `discard_poison()`: it needs a parking place for when the hold ends; remove one of them".to_owned(),
+                );
+            }
+            if credits.get() < 2 {
+                problem(
+                    "poison_mode",
+                    "`BlockKey` has no effect with `max_in_flight(1)`: a hold may use half of the credits; allow at least 2".to_owned(),
+                );
+            }
+            if hold_at_most.is_zero() || hold_at_most >= ACKNOWLEDGEMENT_TIMEOUT {
+                problem(
+                    "poison_mode",
+                    format!(
+                        "`hold_at_most` is {hold_at_most:?}, but must be more than zero and less than {ACKNOWLEDGEMENT_TIMEOUT:?}, in which the source wants an acknowledgement"
+                    ),
+                );
+            }
+        }
         match (has_parking, self.discard_poison) {
             (false, false) => problem(
                 "parking",
@@ -207,10 +268,10 @@ impl EndpointSettings {
             },
             rules,
             handler_timeout: self.handler_timeout,
-            plan: if self.discard_poison {
-                PoisonPlan::Discard
-            } else {
-                PoisonPlan::Park
+            plan: match self.poison_mode {
+                _ if self.discard_poison => PoisonPlan::Discard,
+                PoisonMode::ReleaseKey => PoisonPlan::Park,
+                PoisonMode::BlockKey { hold_at_most } => PoisonPlan::Hold(hold_at_most),
             },
             abort_grace: self.abort_grace,
             intensity: self.intensity,

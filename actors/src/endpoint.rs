@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::EndpointConfig;
 use crate::envelope::Delivery;
 use crate::handler::{ContextPublisher, HandlerSet};
+use crate::holds::Holds;
 use crate::key::{Fingerprint, Fingerprints, OrderingKey};
 use crate::observe::{Event, EventKind, Events};
 use crate::outcome::{Outcome, PoisonReason};
@@ -28,6 +29,7 @@ pub(crate) struct Endpoint {
     /// Where handlers run.
     pub(crate) runtime: Handle,
     pub(crate) counters: Counters,
+    pub(crate) holds: Holds,
     /// Cancelled when a drain's deadline has passed.
     pub(crate) cancel: CancellationToken,
 }

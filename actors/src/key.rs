@@ -159,6 +159,15 @@ impl fmt::Display for Fingerprint {
     }
 }
 
+/// Reads what `Display` shows.
+impl std::str::FromStr for Fingerprint {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        u64::from_str_radix(text, 16).map(Self)
+    }
+}
+
 /// Makes fingerprints, keyed with a secret: without it nobody can find the key by trying values.
 ///
 /// Two processes show the same fingerprint for a key only if they were given the same secret.

@@ -31,6 +31,7 @@
 //! | **replay** | publish a parked message to the queue it came from, where it is handled like any other: [`port::ParkedMessages`] |
 //! | **barrier** | proof that the source has *processed* the acknowledgements sent before: [`port::Session::barrier`] |
 //! | **release** | let a key go on after its poison head has been parked |
+//! | **hold** | keep a key waiting behind its poison head until an operator decides, or a bound is reached: [`PoisonMode::BlockKey`] |
 //! | **gap** | the hole in a key's sequence left by a message that ended without effect; always reported |
 //! | **stuck** | a handler that was aborted and has not ended: its key waits for it, visibly |
 //! | **session** | one life of one source channel: [`SessionId`]. Deliveries of an ended session cannot be settled |
@@ -87,6 +88,7 @@ pub mod config;
 mod endpoint;
 mod envelope;
 mod handler;
+mod holds;
 mod key;
 pub mod lane;
 mod message;
@@ -102,17 +104,20 @@ mod session;
 mod settlement;
 mod supervisor;
 
-pub use config::{ConfigActor, EndpointConfig, EndpointSettings, KeySource, Problem, VerifyWorld};
+pub use config::{
+    ConfigActor, EndpointConfig, EndpointSettings, KeySource, PoisonMode, Problem, VerifyWorld,
+};
 pub use envelope::{
     Delivery, DeliveryTag, DirectSettle, Envelope, HeaderValue, Headers, Identity, MessageId,
     header,
 };
 pub use handler::{Context, ContextPublisher, Failure, FailureKind, Handler, HandlerSet};
 pub use key::{Fingerprint, Fingerprints, Keyed, LaneCount, LaneIndex, OrderingKey};
+pub use lane::machine::HoldEnd;
 pub use lane::{LaneAddr, SendError};
 pub use message::{CodecError, Encoding, Message};
 pub use observe::{
-    EndpointSnapshot, EndpointState, Event, EventKind, Events, WaitReason, WaitingKey,
+    EndpointSnapshot, EndpointState, Event, EventKind, Events, HoldOver, WaitReason, WaitingKey,
 };
 pub use outcome::{Outcome, PoisonReason};
 pub use policy::{Backoff, Plan, PlanIndex, Policy, Verdict};

@@ -10,6 +10,7 @@ use tokio::sync::broadcast;
 use crate::envelope::MessageId;
 use crate::handler::FailureKind;
 use crate::key::Fingerprint;
+use crate::lane::machine::HoldEnd;
 use crate::outcome::{Outcome, PoisonReason};
 use crate::session::SessionId;
 
@@ -67,6 +68,30 @@ pub enum EventKind {
         /// How often a handler ran.
         attempts: u32,
     },
+    /// A message is poison, and its key is held: nothing of it runs until the hold ends.
+    Held {
+        /// The key.
+        key: Option<Fingerprint>,
+        /// The message.
+        message: Option<MessageId>,
+        /// Why it is poison.
+        reason: PoisonReason,
+        /// How often a handler ran.
+        attempts: u32,
+        /// The longest that it is held.
+        at_most: Duration,
+    },
+    /// The hold of a key has ended.
+    HoldEnded {
+        /// The key.
+        key: Option<Fingerprint>,
+        /// The message that was held.
+        message: Option<MessageId>,
+        /// Why.
+        why: HoldOver,
+        /// How long it was held.
+        after: Duration,
+    },
     /// Parking failed; the key stays held, another try follows.
     ParkingFailed {
         /// The key, where there is one.
@@ -122,6 +147,20 @@ pub enum EventKind {
         /// Attempts that were still running at the deadline.
         unfinished: usize,
     },
+}
+
+/// Why a hold has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HoldOver {
+    /// An operator said so, and what becomes of the head.
+    Operator(HoldEnd),
+    /// It has lasted `hold_at_most`: the head is parked.
+    TooLong,
+    /// Held keys used more than half the credits, and it was the oldest: the head is parked.
+    TooMany,
+    /// The source does not give the head again after a lost session, so it has been settled elsewhere.
+    Gone,
 }
 
 /// Where events go: a broadcast to any number of subscribers. Never blocks the sender; a subscriber
@@ -238,6 +277,8 @@ pub enum WaitReason {
     BackingOff,
     /// Its head is being parked.
     Parking,
+    /// Its head is poison, and the key is held for an operator (or the bound of the hold).
+    Held,
     /// Its handler blocks and cannot be aborted.
     Stuck,
 }

@@ -14,16 +14,20 @@
 //!   (idle) ──────────► Ready ────────────► Running ─────────────────► next message, or idle
 //!                        ▲                  │    │
 //!                        │  back-off over   │    │ finished: poison
-//!                        └── BackingOff ◄───┘    └──► Parking ── settled ──► next message
+//!                        └── BackingOff ◄───┘    ├──► Parking ── settled ──► next message
+//!                        ▲                       │       ▲
+//!                        │ retry                 │       │ release, skip, or the hold's bound
+//!                        └───────────────────────┴──► Held                 (where keys are to be held)
 //! ```
 //!
 //! **When a session ends**, everything of it that has not started is forgotten: the broker gives it
-//! again, in order. Three things outlive it, because they belong to the key:
+//! again, in order. Four things outlive it, because they belong to the key:
 //! - a *running* attempt. Its handler may still be writing somewhere; the key waits until its future is
 //!   gone. The broker meanwhile gives a copy of the same message, which waits behind it, and ends
 //!   with it if it succeeded.
 //! - a *parking* head. The copy must neither run nor be parked twice: it waits for the answer, and then
 //!   only has to be settled, in its own session.
+//! - a *held* head. Its copy is held on, until the same moment.
 //! - the *attempts* made. A head that was backing off goes on where it was; the copy finds its count.
 //!
 //! If the first message of that key in the next session is another one, the old head has been settled
@@ -89,6 +93,8 @@ pub enum Event<D> {
     StillRunning(Ticket),
     /// The pause is over.
     BackoffElapsed(Ticket),
+    /// A held head is to be held no longer.
+    HoldEnded(Ticket, HoldEnd),
     /// The head is in the parking place (or was discarded). `settled`: the source has also processed its
     /// acknowledgement; otherwise the session ended before that was known.
     Parked {
@@ -105,6 +111,17 @@ pub enum Event<D> {
     Paused,
     /// Things may start again.
     Resumed,
+}
+
+/// What becomes of a held head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum HoldEnd {
+    /// It is parked, and its key goes on.
+    Release,
+    /// It runs again; its attempts are counted anew.
+    Retry,
+    /// It is discarded, and its key goes on.
+    Skip,
 }
 
 /// How a run ended.
@@ -204,6 +221,20 @@ pub enum Effect<D> {
         /// How it ended.
         outcome: Outcome,
     },
+    /// The message is held at the head of its key. Report [`Event::HoldEnded`] when that is asked for, and
+    /// after `at_most` in any case.
+    Hold {
+        /// To be given back. The same until the end of the hold, also when a session ends meanwhile.
+        ticket: Ticket,
+        /// The message.
+        delivery: D,
+        /// Why it is poison.
+        reason: PoisonReason,
+        /// How often a handler ran.
+        attempts: u32,
+        /// The bound of the hold.
+        at_most: Duration,
+    },
     /// A message ended without effect.
     Gap {
         /// The message.
@@ -230,6 +261,9 @@ pub enum PoisonPlan {
     Park,
     /// Nowhere: acknowledged and reported.
     Discard,
+    /// They stay at the head of their key for at most this long; then to the parking place. (Keyless ones
+    /// go there at once: they hold nobody.)
+    Hold(Duration),
 }
 
 /// Why a track is not moving, for a snapshot.
@@ -237,6 +271,7 @@ pub enum PoisonPlan {
 pub(crate) enum Waiting {
     BackingOff,
     Parking,
+    Held,
     Stuck,
 }
 
@@ -285,6 +320,13 @@ enum State<D> {
         attempts: u32,
     },
     Parking(Parking<D>),
+    /// The head is poison and keeps its key; `None` when its session has ended meanwhile.
+    Held {
+        head: Option<D>,
+        identity: Identity,
+        attempts: u32,
+        reason: PoisonReason,
+    },
 }
 
 struct Parking<D> {
@@ -390,6 +432,7 @@ impl<D: Item> Machine<D> {
             let why = match &track.state {
                 State::BackingOff { .. } => Waiting::BackingOff,
                 State::Parking(_) => Waiting::Parking,
+                State::Held { .. } => Waiting::Held,
                 State::Running { stuck: true, .. } => Waiting::Stuck,
                 _ => return None,
             };
@@ -411,12 +454,21 @@ impl<D: Item> Machine<D> {
             Event::Finished { ticket, result } => self.finished(ticket, result, effects),
             Event::StillRunning(ticket) => self.still_running(ticket, effects),
             Event::BackoffElapsed(ticket) => self.backoff_elapsed(ticket, effects),
+            Event::HoldEnded(ticket, end) => self.hold_ended(ticket, end, effects),
             Event::Parked { ticket, settled } => self.parked(ticket, settled, effects),
             Event::SessionEnded(session) => self.session_ended(session, effects),
             Event::Drain(session) => self.drain(session, effects),
             Event::Paused => self.paused = true,
             Event::Resumed => self.resumed(effects),
         }
+    }
+
+    /// Whether the head of this hold is still held, and how many deliveries it keeps here: itself and what
+    /// waits behind it.
+    pub(crate) fn held(&self, ticket: Ticket) -> Option<usize> {
+        let track = self.tracks.get(ticket.slot);
+        let track = track.filter(|track| track.stamp == ticket.stamp)?;
+        matches!(track.state, State::Held { .. }).then(|| 1 + track.waiting.len())
     }
 
     // ---- events
@@ -436,6 +488,7 @@ impl<D: Item> Machine<D> {
         match &self.tracks[slot].state {
             State::Remembered(_) => self.next_of_key(slot, effects),
             State::BackingOff { head: None, .. } => self.rejoin_backoff(slot, effects),
+            State::Held { head: None, .. } => self.rejoin_hold(slot, effects),
             _ => {}
         }
     }
@@ -590,6 +643,36 @@ impl<D: Item> Machine<D> {
         }
     }
 
+    fn hold_ended(&mut self, ticket: Ticket, end: HoldEnd, effects: &mut Vec<Effect<D>>) {
+        let slot = ticket.slot;
+        let Some(State::Held {
+            head,
+            identity,
+            attempts,
+            reason,
+        }) = self.current(ticket).map(|track| &track.state)
+        else {
+            return;
+        };
+        let (head, identity) = (head.clone(), identity.clone());
+        let (attempts, reason) = (*attempts, *reason);
+        let plan = match end {
+            HoldEnd::Release => PoisonPlan::Park,
+            HoldEnd::Skip => PoisonPlan::Discard,
+            HoldEnd::Retry => {
+                match head {
+                    Some(head) => self.ready(slot, head, 0, effects),
+                    None => self.remove(slot),
+                }
+                return;
+            }
+        };
+        match head {
+            Some(head) => self.park(slot, head, reason, plan, attempts, effects),
+            None => self.store_memory(slot, identity, attempts, Next::End(reason, plan)),
+        }
+    }
+
     fn parked(&mut self, ticket: Ticket, settled: bool, effects: &mut Vec<Effect<D>>) {
         let slot = ticket.slot;
         let Some(track) = self.current(ticket) else {
@@ -654,6 +737,13 @@ impl<D: Item> Machine<D> {
                         _ => self.rejoin_backoff(slot, effects),
                     }
                 }
+                State::Held { head, .. }
+                    if head.as_ref().is_some_and(|head| head.session() == session) =>
+                {
+                    self.depth -= 1;
+                    *head = None;
+                    self.rejoin_hold(slot, effects);
+                }
                 State::Parking(parking) if parking.head.session() == session && !parking.orphan => {
                     parking.orphan = true;
                     self.depth -= 1;
@@ -671,9 +761,16 @@ impl<D: Item> Machine<D> {
         self.forget_waiting(session);
         for slot in self.slots() {
             // Gone if what an earlier slot left to remember took its place.
-            let Some(track) = self.tracks.get(slot) else {
+            let Some(track) = self.tracks.get_mut(slot) else {
                 continue;
             };
+            if let State::Held { head, .. } = &mut track.state
+                && head.take_if(|head| head.session() == session).is_some()
+            {
+                self.depth -= 1;
+                self.rejoin_hold(slot, effects);
+                continue;
+            }
             let unstarted = match &track.state {
                 State::Ready { head, attempts } if head.session() == session => {
                     Some((head.clone(), *attempts))
@@ -810,6 +907,65 @@ impl<D: Item> Machine<D> {
         }
     }
 
+    /// A key is held without a head: the first message that waits, if one does, is the copy, or another
+    /// one.
+    fn rejoin_hold(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
+        let track = &mut self.tracks[slot];
+        let State::Held {
+            head,
+            identity,
+            attempts,
+            ..
+        } = &mut track.state
+        else {
+            return;
+        };
+        let Some(first) = track.waiting.pop_front() else {
+            return;
+        };
+        // As for a remembered head: to withhold a run takes certainty, to carry a count over likeness.
+        if first.is_redelivered() && identity.same_message(first.identity()) {
+            *head = Some(first);
+            return;
+        }
+        let alike = first.is_redelivered() && identity.looks_like(first.identity());
+        let attempts = if alike { *attempts } else { 0 };
+        self.ready(slot, first, attempts, effects);
+    }
+
+    fn hold(
+        &mut self,
+        slot: usize,
+        head: D,
+        reason: PoisonReason,
+        attempts: u32,
+        at_most: Duration,
+        effects: &mut Vec<Effect<D>>,
+    ) {
+        let stamp = self.stamp();
+        let draining = self.draining.contains(&head.session());
+        // What drains is given back: the hold goes on with the copy.
+        self.depth -= usize::from(draining);
+        let track = &mut self.tracks[slot];
+        track.stamp = stamp;
+        track.state = State::Held {
+            identity: head.identity().clone(),
+            head: (!draining).then(|| head.clone()),
+            attempts,
+            reason,
+        };
+        effects.push(Effect::Hold {
+            ticket: Ticket { slot, stamp },
+            delivery: head,
+            reason,
+            attempts,
+            at_most,
+        });
+        if draining {
+            self.rejoin_hold(slot, effects);
+        }
+    }
+
     fn park(
         &mut self,
         slot: usize,
@@ -820,12 +976,16 @@ impl<D: Item> Machine<D> {
         effects: &mut Vec<Effect<D>>,
     ) {
         let outcome = match plan {
-            PoisonPlan::Park => Outcome::Parked,
+            PoisonPlan::Hold(at_most) if self.tracks[slot].key.is_some() => {
+                self.hold(slot, head, reason, attempts, at_most, effects);
+                return;
+            }
+            PoisonPlan::Park | PoisonPlan::Hold(_) => Outcome::Parked,
             PoisonPlan::Discard => Outcome::Discarded,
         };
         let ticket = self.set_parking(slot, head.clone(), reason, outcome, attempts, false);
         effects.push(match plan {
-            PoisonPlan::Park => Effect::Park {
+            PoisonPlan::Park | PoisonPlan::Hold(_) => Effect::Park {
                 ticket,
                 delivery: head,
                 reason,

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use actix::{
     Actor, ActorContext, Addr, AsyncContext, Context, Handler, Message, SpawnHandle, Supervised,
 };
+use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
 pub use address::{LaneAddr, SendError};
@@ -28,16 +29,17 @@ pub(crate) use attempt::RunEnd;
 pub(crate) use mail::Mail;
 
 use crate::endpoint::Endpoint;
-use crate::envelope::{Delivery, Identity};
+use crate::envelope::{Delivery, Identity, MessageId};
+use crate::holds::HeldKey;
 use crate::key::{Fingerprint, OrderingKey};
-use crate::observe::{EventKind, WaitReason, WaitingKey};
-use crate::outcome::Outcome;
+use crate::observe::{EventKind, HoldOver, WaitReason, WaitingKey};
+use crate::outcome::{Outcome, PoisonReason};
 use crate::permits::Permit;
 use crate::poison::{ParkingJob, PoisonHandler};
 use crate::port::DeadLetter;
 use crate::session::SessionId;
 use crate::supervisor::{EndpointSupervisor, FromLane, Settled};
-use machine::{Effect, Event, Item, Machine, RunResult, Ticket, Waiting};
+use machine::{Effect, Event, HoldEnd, Item, Machine, RunResult, Ticket, Waiting};
 
 /// How often a lane with running attempts looks for those that overstay.
 const SWEEP: Duration = Duration::from_millis(250);
@@ -76,6 +78,14 @@ pub(crate) enum ToLane {
     RunEnded(RunId, RunEnd),
     /// The head is parked, and perhaps settled.
     Parked { ticket: Ticket, settled: bool },
+    /// An operator ends the hold of a key. Answered by the lane that holds it.
+    EndHold {
+        key: Fingerprint,
+        end: HoldEnd,
+        done: mpsc::UnboundedSender<()>,
+    },
+    /// Held keys use too many credits, and this hold is the oldest.
+    HoldTooMany(Ticket),
     /// A session ended.
     SessionEnded(SessionId),
     /// Nothing may start any more, of the source's session or of a direct sender's.
@@ -119,6 +129,17 @@ struct Run {
     reported_stuck: bool,
 }
 
+/// One held head.
+struct Hold {
+    since: Instant,
+    key: Option<Fingerprint>,
+    message: Option<MessageId>,
+    reason: PoisonReason,
+    identity: Identity,
+    /// The last error's text, with the key replaced.
+    detail: String,
+}
+
 /// The actor of one lane.
 pub(crate) struct Lane {
     endpoint: Arc<Endpoint>,
@@ -134,6 +155,10 @@ pub(crate) struct Lane {
     /// Ends of back-offs.
     timers: BTreeMap<(Instant, Ticket), ()>,
     alarm: Option<(Instant, SpawnHandle)>,
+    /// What is held.
+    holds: BTreeMap<Ticket, Hold>,
+    /// The endpoint was last told of some.
+    holds_reported: bool,
     /// Since when a track does not move, for snapshots.
     since: HashMap<Ticket, Instant>,
     /// What the attempt that has just ended said.
@@ -172,6 +197,8 @@ impl Lane {
             next_run: 0,
             timers: BTreeMap::new(),
             alarm: None,
+            holds: BTreeMap::new(),
+            holds_reported: false,
             since: HashMap::new(),
             detail: None,
             late_details: HashMap::new(),
@@ -315,6 +342,13 @@ impl Lane {
                     letter: Some(Arc::new(letter)),
                 });
             }
+            Effect::Hold {
+                ticket,
+                delivery,
+                reason,
+                attempts,
+                at_most,
+            } => self.hold(ticket, &delivery, reason, attempts, at_most),
             Effect::SettleWithBarrier {
                 ticket,
                 delivery,
@@ -453,12 +487,15 @@ impl Lane {
         if let Some(detail) = self.detail.take()
             && Delivery::session(&run.delivery).has_ended()
         {
-            if self.late_details.len() >= 2 * usize::from(self.endpoint.config.credits) {
-                self.late_details.clear(); // a parked message without a text, nothing worse
-            }
-            let identity = run.delivery.identity().clone();
-            self.late_details.insert(identity, detail);
+            self.keep_detail(run.delivery.identity().clone(), detail);
         }
+    }
+
+    fn keep_detail(&mut self, identity: Identity, detail: String) {
+        if self.late_details.len() >= 2 * usize::from(self.endpoint.config.credits) {
+            self.late_details.clear(); // a parked message without a text, nothing worse
+        }
+        self.late_details.insert(identity, detail);
     }
 
     fn settle(&mut self, delivery: Arc<Delivery>, outcome: Outcome, orphan: bool) {
@@ -481,6 +518,126 @@ impl Lane {
         }
     }
 
+    fn hold(
+        &mut self,
+        ticket: Ticket,
+        delivery: &Arc<Delivery>,
+        reason: PoisonReason,
+        attempts: u32,
+        at_most: Duration,
+    ) {
+        let since = Instant::now();
+        let detail = self.detail.take();
+        let detail = detail.or_else(|| self.late_details.remove(delivery.identity()));
+        let detail = detail.unwrap_or_default();
+        let key = self.fingerprint(delivery);
+        let message = delivery.envelope().id.clone();
+        tracing::error!(
+            endpoint = %self.endpoint.config.name,
+            queue = %self.endpoint.queue,
+            key = key.map(tracing::field::display),
+            message = message.as_ref().map(tracing::field::display),
+            %reason,
+            attempts,
+            ?at_most,
+            "poison message: its key is held until an operator releases, retries or skips it"
+        );
+        self.endpoint.emit(EventKind::Held {
+            key,
+            message: message.clone(),
+            reason,
+            attempts,
+            at_most,
+        });
+        self.since.insert(ticket, since);
+        self.timers.insert((since + at_most, ticket), ());
+        let hold = Hold {
+            since,
+            key,
+            message,
+            reason,
+            identity: delivery.identity().clone(),
+            detail: self.endpoint.redact(&detail, delivery.key()),
+        };
+        self.holds.insert(ticket, hold);
+    }
+
+    /// Ends a hold, if it is still there.
+    fn end_hold(&mut self, ticket: Ticket, end: HoldEnd, why: HoldOver) {
+        if self.machine.held(ticket).is_none() {
+            return; // `review_holds` tells
+        }
+        let Some(hold) = self.holds.remove(&ticket) else {
+            return;
+        };
+        self.tell_hold_ended(&hold, why);
+        self.since.remove(&ticket);
+        self.detail = (end == HoldEnd::Release).then_some(hold.detail);
+        self.feed(Event::HoldEnded(ticket, end), None);
+        // Not taken: it is parked when its copy comes.
+        if let Some(detail) = self.detail.take() {
+            self.keep_detail(hold.identity, detail);
+        }
+    }
+
+    fn tell_hold_ended(&self, hold: &Hold, why: HoldOver) {
+        let after = hold.since.elapsed();
+        let (key, message) = (hold.key, hold.message.clone());
+        if matches!(why, HoldOver::TooLong | HoldOver::TooMany) {
+            tracing::error!(
+                endpoint = %self.endpoint.config.name,
+                queue = %self.endpoint.queue,
+                key = key.map(tracing::field::display),
+                message = message.as_ref().map(tracing::field::display),
+                reason = %hold.reason,
+                ?why,
+                ?after,
+                "a hold has reached its bound: the message is parked, its key goes on"
+            );
+        } else {
+            tracing::info!(
+                endpoint = %self.endpoint.config.name,
+                queue = %self.endpoint.queue,
+                key = key.map(tracing::field::display),
+                message = message.as_ref().map(tracing::field::display),
+                reason = %hold.reason,
+                ?why,
+                ?after,
+                "hold ended"
+            );
+        }
+        self.endpoint.emit(EventKind::HoldEnded {
+            key,
+            message,
+            why,
+            after,
+        });
+    }
+
+    /// Tells what is held here, so that the endpoint knows what its held keys use.
+    fn review_holds(&mut self) {
+        if self.holds.is_empty() && !self.holds_reported {
+            return;
+        }
+        let tickets: Vec<_> = self.holds.keys().copied().collect();
+        for ticket in tickets {
+            if self.machine.held(ticket).is_none()
+                && let Some(hold) = self.holds.remove(&ticket)
+            {
+                self.since.remove(&ticket);
+                self.tell_hold_ended(&hold, HoldOver::Gone);
+            }
+        }
+        let held = self.holds.iter().map(|(&ticket, hold)| HeldKey {
+            ticket,
+            since: hold.since,
+            credits: self.machine.held(ticket).unwrap_or(0),
+        });
+        let held: Vec<_> = held.collect();
+        self.holds_reported = !held.is_empty();
+        self.endpoint.holds.report(&self.link, held);
+    }
+
     fn tell_settled(&mut self) {
         if !self.settled.is_empty() {
             let settled = std::mem::take(&mut self.settled);
@@ -494,6 +651,7 @@ impl Lane {
 
     /// After each message: tell the supervisor what ended, and set the alarm.
     fn finish_pass(&mut self, ctx: &mut Context<Self>) {
+        self.review_holds();
         self.tell_settled();
         self.link.publish_load(self.machine.tracks());
         let sweep = (!self.runs.is_empty()).then(|| Instant::now() + SWEEP);
@@ -520,6 +678,10 @@ impl Lane {
             && first.key().0 <= now
         {
             let ((_, ticket), ()) = first.remove_entry();
+            if self.holds.contains_key(&ticket) {
+                self.end_hold(ticket, HoldEnd::Release, HoldOver::TooLong);
+                continue;
+            }
             self.since.remove(&ticket);
             self.feed(Event::BackoffElapsed(ticket), None);
         }
@@ -552,6 +714,7 @@ impl Lane {
                 let why = match why {
                     Waiting::BackingOff => WaitReason::BackingOff,
                     Waiting::Parking => WaitReason::Parking,
+                    Waiting::Held => WaitReason::Held,
                     Waiting::Stuck => WaitReason::Stuck,
                 };
                 (
@@ -613,6 +776,7 @@ impl Supervised for Lane {
         self.scratch.clear();
         self.timers.clear();
         self.since.clear();
+        self.holds.clear();
         self.settled.clear();
         self.alarm = None;
         self.forgetful = true;
@@ -668,6 +832,17 @@ impl Handler<ToLane> for Lane {
                 for session in self.draining.clone() {
                     self.feed(Event::Drain(session), None);
                 }
+            }
+            ToLane::EndHold { key, end, done } => {
+                let mut holds = self.holds.iter();
+                if let Some((&ticket, _)) = holds.find(|(_, hold)| hold.key == Some(key)) {
+                    self.end_hold(ticket, end, HoldOver::Operator(end));
+                    // An error means that nobody waits for the answer.
+                    let _ = done.send(());
+                }
+            }
+            ToLane::HoldTooMany(ticket) => {
+                self.end_hold(ticket, HoldEnd::Release, HoldOver::TooMany);
             }
             ToLane::Resume => self.feed(Event::Resumed, None),
             ToLane::AbortRuns => {

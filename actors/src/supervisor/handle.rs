@@ -7,8 +7,9 @@ use actix::Addr;
 use tokio::sync::watch;
 
 use crate::endpoint::Endpoint;
-use crate::key::{LaneIndex, OrderingKey};
-use crate::lane::{LaneAddr, LaneGate, LaneLink};
+use crate::key::{Fingerprint, LaneIndex, OrderingKey};
+use crate::lane::machine::HoldEnd;
+use crate::lane::{LaneAddr, LaneGate, LaneLink, ToLane};
 use crate::observe::{EndpointSnapshot, EndpointState, Events};
 
 use super::{AskSupervisor, Drain, EndpointSupervisor, FirstSession};
@@ -98,12 +99,24 @@ impl EndpointHandle {
         self.addr.send(Drain { within }).await.unwrap_or_default()
     }
 
+    /// Ends the hold of a key ([`PoisonMode::BlockKey`](crate::PoisonMode::BlockKey)); whether it was held.
+    pub async fn end_hold(&self, key: Fingerprint, end: HoldEnd) -> bool {
+        let (done, mut answers) = tokio::sync::mpsc::unbounded_channel();
+        // A fingerprint does not tell the lane.
+        for lane in self.lanes.iter() {
+            let done = done.clone();
+            lane.tell(ToLane::EndHold { key, end, done });
+        }
+        drop(done);
+        answers.recv().await.is_some()
+    }
+
     /// Makes the next message of a lane panic in the lane's own code.
     #[cfg(feature = "testing")]
     #[doc(hidden)]
     pub fn panic_lane(&self, index: LaneIndex) {
         if let Some(lane) = self.lanes.get(index.get()) {
-            lane.tell(crate::lane::ToLane::Panic);
+            lane.tell(ToLane::Panic);
         }
     }
 }

@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Problem;
 use crate::endpoint::{Counters, Endpoint};
+use crate::holds::Holds;
 use crate::key::LaneIndex;
 use crate::lane::{Lane, LaneGate, LaneLink, Mail};
 use crate::observe::{EndpointState, EventKind};
@@ -49,6 +50,7 @@ impl EndpointSupervisor {
             fingerprints: spec.fingerprints,
             runtime,
             counters: Counters::default(),
+            holds: Holds::new(config.credits),
             cancel: CancellationToken::new(),
             config,
         });

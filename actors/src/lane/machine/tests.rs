@@ -73,6 +73,9 @@ fn identity(id: Option<&str>, body: &str) -> Identity {
 /// The pause after every failed attempt.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// The bound of every hold.
+const HOUR: Duration = Duration::from_secs(3_600);
+
 fn policy(max_attempts: u32) -> Policy {
     Policy {
         max_attempts: NonZeroU32::new(max_attempts).expect("tests allow at least one attempt"),

@@ -74,6 +74,22 @@ impl Lane {
         }
     }
 
+    /// Lets a run fail for good, so that it is held; the ticket of the hold.
+    fn held(&mut self, ticket: Ticket, message: &Msg) -> Ticket {
+        match &self.finish(ticket, failed(FailureKind::Permanent))[..] {
+            [
+                Effect::AttemptFailed { .. },
+                Effect::Hold {
+                    ticket,
+                    delivery,
+                    at_most: HOUR,
+                    ..
+                },
+            ] if delivery == message => *ticket,
+            other => panic!("not held: {other:?}"),
+        }
+    }
+
     fn parked(&mut self, ticket: Ticket, settled: bool) -> Vec<Effect<Msg>> {
         self.tell(Event::Parked { ticket, settled })
     }
@@ -298,6 +314,126 @@ fn discarded_poison_is_settled_with_a_barrier_too() {
     let effects = lane.parked(barrier, true);
     assert_eq!(effects[0], gap(&a, Outcome::Discarded));
     lane.start(asked(&effects), &b, 1);
+}
+
+/// A lane that holds keys, with `a` held and `b` behind it; the ticket of the hold.
+fn holding(a: &Msg, b: &Msg) -> (Lane, Ticket) {
+    let mut lane = Lane(Machine::new(policy(3), PoisonPlan::Hold(HOUR), 100));
+    let run = lane.run(a);
+    lane.offer_behind(b);
+    let ticket = lane.held(run, a);
+    assert_eq!(lane.0.held(ticket), Some(2));
+    (lane, ticket)
+}
+
+#[test]
+fn a_held_head_keeps_its_key_until_it_is_released_and_then_is_parked() {
+    let [s, _] = sessions();
+    let (a, b) = (of_k(s, 1), of_k(s, 2));
+    let (mut lane, hold) = holding(&a, &b);
+    assert_eq!(lane.0.depth(), 2);
+    let parking = match &lane.tell(Event::HoldEnded(hold, HoldEnd::Release))[..] {
+        [
+            Effect::Park {
+                ticket,
+                delivery,
+                reason: PoisonReason::Permanent,
+                attempts: 1,
+            },
+        ] if *delivery == a => *ticket,
+        other => panic!("not parked: {other:?}"),
+    };
+    let again = Event::HoldEnded(hold, HoldEnd::Retry);
+    assert_eq!(lane.tell(again), [], "an outdated ticket");
+    let effects = lane.parked(parking, true);
+    assert_eq!(effects[0], gap(&a, Outcome::Parked));
+    lane.start(asked(&effects), &b, 1);
+}
+
+#[test]
+fn a_retried_hold_counts_attempts_anew_and_a_skipped_one_is_settled_with_a_barrier() {
+    let [s, _] = sessions();
+    let (a, b) = (of_k(s, 1), of_k(s, 2));
+    let (mut lane, hold) = holding(&a, &b);
+    let effects = lane.tell(Event::HoldEnded(hold, HoldEnd::Retry));
+    let run = lane.start(asked(&effects), &a, 1);
+    let hold = lane.held(run, &a);
+    let effects = lane.tell(Event::HoldEnded(hold, HoldEnd::Skip));
+    let barrier = settled_with_barrier(&effects, &a, Outcome::Discarded);
+    let effects = lane.parked(barrier, true);
+    assert_eq!(effects[0], gap(&a, Outcome::Discarded));
+    lane.start(asked(&effects), &b, 1);
+}
+
+#[test]
+fn a_hold_goes_on_with_the_copy_of_its_head_after_a_lost_session_and_after_a_drain() {
+    for drained in [false, true] {
+        let [s, next] = sessions();
+        let (a, b) = (of_k(s, 1), of_k(s, 2));
+        let (mut lane, hold) = holding(&a, &b);
+        if drained {
+            assert_eq!(lane.tell(Event::Drain(s)), [Effect::Quiet(s)]);
+        }
+        assert_eq!(lane.end(s), []);
+        assert_eq!(lane.0.depth(), 0);
+        let (a, b) = (a.again(next), b.again(next));
+        lane.offer_behind(&a);
+        lane.offer_behind(&b);
+        assert_eq!(lane.0.held(hold), Some(2));
+        let effects = lane.tell(Event::HoldEnded(hold, HoldEnd::Retry));
+        lane.start(asked(&effects), &a, 1);
+    }
+}
+
+#[test]
+fn a_hold_that_ends_between_two_sessions_decides_about_the_copy() {
+    for (end, outcome) in [
+        (HoldEnd::Release, Outcome::Parked),
+        (HoldEnd::Skip, Outcome::Discarded),
+    ] {
+        let [s, next] = sessions();
+        let (a, b) = (of_k(s, 1), of_k(s, 2));
+        let (mut lane, hold) = holding(&a, &b);
+        lane.end(s);
+        assert_eq!(lane.tell(Event::HoldEnded(hold, end)), []);
+        match &lane.tell(Event::Offered(a.again(next)))[..] {
+            [Effect::Park { .. }] => assert_eq!(outcome, Outcome::Parked),
+            effects => {
+                settled_with_barrier(effects, &a.again(next), outcome);
+            }
+        }
+    }
+}
+
+#[test]
+fn another_first_message_in_the_next_session_ends_the_hold() {
+    let [s, next] = sessions();
+    let (a, b) = (of_k(s, 1), of_k(s, 2));
+    let (mut lane, hold) = holding(&a, &b);
+    lane.end(s);
+    let b = b.again(next);
+    let ask = lane.offer(&b);
+    assert_eq!(lane.0.held(hold), None);
+    lane.start(ask, &b, 1);
+}
+
+#[test]
+fn a_keyless_poison_message_is_parked_where_keys_are_held() {
+    let [s, _] = sessions();
+    let a = message(s, None, 1);
+    let mut lane = Lane(Machine::new(policy(3), PoisonPlan::Hold(HOUR), 100));
+    let run = lane.run(&a);
+    lane.poison(run);
+}
+
+#[test]
+fn a_rule_that_discards_holds_nothing() {
+    let [s, _] = sessions();
+    let a = of_k(s, 1);
+    let mut lane = Lane(Machine::new(policy(3), PoisonPlan::Hold(HOUR), 100));
+    let run = lane.run(&a);
+    let effects = lane.finish(run, failed_by(FailureKind::Transient, DISCARD));
+    settled_with_barrier(&effects[1..], &a, Outcome::Discarded);
 }
 
 #[test]

@@ -16,6 +16,9 @@ pub(super) enum Mutant {
     CopyOfAParkedHeadIsParkedAgain,
     CopyOfAnOrphanThatWasHandledRuns,
     CopyOfADiscardedOrphanIsParked,
+    HeldKeyGoesOn,
+    SessionEndForgetsTheHold,
+    OperatorsRetryGoesOnCounting,
     ReleasedBeforeItIsSettled,
     AbortIsCounted,
     SessionEndLosesTheAttempts,
@@ -49,6 +52,9 @@ pub(super) const ALL: &[(Mutant, &str)] = &[
     (Mutant::CopyOfAParkedHeadIsParkedAgain, PARK),
     (Mutant::CopyOfAnOrphanThatWasHandledRuns, NOT_AGAIN),
     (Mutant::CopyOfADiscardedOrphanIsParked, PARK),
+    (Mutant::HeldKeyGoesOn, HOLD),
+    (Mutant::SessionEndForgetsTheHold, HOLD),
+    (Mutant::OperatorsRetryGoesOnCounting, COUNT),
     (Mutant::ReleasedBeforeItIsSettled, BARRIER),
     (Mutant::AbortIsCounted, COUNT),
     (Mutant::SessionEndLosesTheAttempts, COUNT),
@@ -144,6 +150,37 @@ impl Machine<Msg> {
                     if let Next::End(_, plan) = &mut memory.next {
                         *plan = PoisonPlan::Park;
                     }
+                }
+            }
+            (Mutant::HeldKeyGoesOn, _) => {
+                self.handle(event, effects);
+                for slot in self.slots() {
+                    if let State::Held { head: Some(_), .. } = self.tracks[slot].state
+                        && !self.tracks[slot].waiting.is_empty()
+                    {
+                        self.advance(slot, effects);
+                    }
+                }
+            }
+            (Mutant::SessionEndForgetsTheHold, Event::SessionEnded(_)) => {
+                self.handle(event, effects);
+                for slot in self.slots() {
+                    if let State::Held { head: None, .. } = self.tracks[slot].state {
+                        self.remove(slot);
+                    }
+                }
+            }
+            (Mutant::OperatorsRetryGoesOnCounting, Event::HoldEnded(ticket, HoldEnd::Retry)) => {
+                let ticket = *ticket;
+                let made = match self.current(ticket).map(|track| &track.state) {
+                    Some(State::Held { attempts, .. }) => *attempts,
+                    _ => 0,
+                };
+                self.handle(event, effects);
+                if let Some(track) = self.tracks.get_mut(ticket.slot)
+                    && let State::Ready { attempts, .. } = &mut track.state
+                {
+                    *attempts = made;
                 }
             }
             (Mutant::CopyOfAParkedHeadIsParkedAgain, _) => {

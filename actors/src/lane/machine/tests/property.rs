@@ -14,7 +14,11 @@ fn setups() -> impl Strategy<Value = Setup> {
     (
         1..4_usize,
         1..5_u32,
-        prop_oneof![3 => Just(PoisonPlan::Park), 1 => Just(PoisonPlan::Discard)],
+        prop_oneof![
+            3 => Just(PoisonPlan::Park),
+            1 => Just(PoisonPlan::Discard),
+            2 => Just(PoisonPlan::Hold(HOUR)),
+        ],
         prop_oneof![4 => Just(1000), 1 => 1..3_usize],
         2..7_usize,
         prop::bool::weighted(0.7),
@@ -39,7 +43,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 fn step(number: u32) -> Step {
     let [which, a, b, c] = number.to_le_bytes().map(usize::from);
     let (nth, queue) = (a % 4, b % 2);
-    match which % 60 {
+    match which % 64 {
         0..6 => Step::Publish {
             key: a % 6,
             kind: match b % 8 {
@@ -65,7 +69,7 @@ fn step(number: u32) -> Step {
             },
         ),
         32..34 => Step::Blocks(nth),
-        34..36 => Step::Timer(nth),
+        34..36 | 60..62 => Step::Timer(nth),
         36..42 => Step::Park(nth),
         42..44 => Step::Acks { queue, count: nth },
         44..47 => Step::Lose { queue, acks: nth },
@@ -73,6 +77,14 @@ fn step(number: u32) -> Step {
         52..54 => Step::Drain(queue),
         54..57 => Step::Close(queue),
         57..58 => Step::Pause,
+        58..60 => Step::EndHold(
+            nth,
+            match c % 3 {
+                0 => HoldEnd::Release,
+                1 => HoldEnd::Retry,
+                _ => HoldEnd::Skip,
+            },
+        ),
         _ => Step::Resume,
     }
 }
@@ -146,7 +158,7 @@ fn no_interleaving_breaks_a_promise() {
 fn every_broken_twin_is_found() {
     let survivors: Vec<_> = mutants::ALL
         .iter()
-        .filter(|(mutant, promise)| search(4_000, fixed(), Some(*mutant), Some(promise)).is_ok())
+        .filter(|(mutant, promise)| search(20_000, fixed(), Some(*mutant), Some(promise)).is_ok())
         .collect();
     assert!(survivors.is_empty(), "not found: {survivors:?}");
 }

@@ -61,6 +61,8 @@ pub(super) enum Step {
     /// An aborted run has still not ended.
     Blocks(usize),
     Timer(usize),
+    /// A hold ends.
+    EndHold(usize, HoldEnd),
     /// A parking gets one step on: confirmed, settled, answered.
     Park(usize),
     /// The broker processes acknowledgements.
@@ -112,6 +114,7 @@ pub(super) const COUNT: &str = "attempts are counted exactly";
 pub(super) const LIMIT: &str = "no message has more attempts than allowed";
 pub(super) const NOT_AGAIN: &str = "what has ended does not run again";
 pub(super) const BARRIER: &str = "a successor waits for the parked head's acknowledgement";
+pub(super) const HOLD: &str = "poison is held where keys are to be held, until the hold ends";
 pub(super) const PARK: &str = "poison is parked once, and nothing else is";
 pub(super) const SETTLE: &str = "a delivery is settled once, in its live session";
 pub(super) const ORPHAN: &str = "an orphan's end is told";
@@ -153,6 +156,12 @@ struct Message {
     /// It has ended after its session; its copy need not run.
     finished: bool,
     parked: usize,
+}
+
+struct Hold {
+    ticket: Ticket,
+    message: usize,
+    reason: PoisonReason,
 }
 
 struct Open {
@@ -199,6 +208,7 @@ struct Expected {
     forgotten: Vec<(usize, u32)>,
     cancelled: Vec<Ticket>,
     timer: Vec<usize>,
+    hold: Vec<usize>,
     attempt_failed: Vec<usize>,
     gap: Vec<usize>,
     stuck: Vec<usize>,
@@ -222,6 +232,7 @@ pub(super) struct World {
     keyless: HashMap<(usize, SessionId), u32>,
     runs: Vec<Run>,
     parkings: Vec<Parking>,
+    holds: Vec<Hold>,
     /// Parked, and the loss of the session not yet seen.
     lost: Vec<(usize, SessionId)>,
     timers: Vec<(Ticket, usize)>,
@@ -243,6 +254,7 @@ impl World {
             keyless: HashMap::new(),
             runs: Vec::new(),
             parkings: Vec::new(),
+            holds: Vec::new(),
             lost: Vec::new(),
             timers: Vec::new(),
             asks: Vec::new(),
@@ -276,6 +288,7 @@ impl World {
             Step::Blocks(nth) => self.blocks(nth),
             Step::Timer(nth) => self.timer(nth),
             Step::Park(nth) => self.park(nth),
+            Step::EndHold(nth, end) => self.end_hold(nth, end),
             Step::Acks { queue, count } => {
                 self.acks(queue, count);
                 Ok(())
@@ -449,10 +462,18 @@ impl World {
                             _ => self.setup.plan,
                         };
                         let keyless = self.messages[number].key.is_none();
+                        let plan = match plan {
+                            PoisonPlan::Hold(_) if keyless => PoisonPlan::Park,
+                            plan => plan,
+                        };
                         if !(orphan && keyless) {
                             self.messages[number].poison = Some((reason, plan));
                         }
-                        dropped = orphan;
+                        let holds = matches!(plan, PoisonPlan::Hold(_));
+                        if holds && !orphan {
+                            self.expected.hold.push(number);
+                        }
+                        dropped = orphan || (holds && draining);
                     }
                     Verdict::RetryAfter(_) if draining => {}
                     Verdict::RetryAfter(_) if orphan && self.messages[number].key.is_none() => {}
@@ -565,6 +586,41 @@ impl World {
         self.tell(Event::Parked { ticket, settled })
     }
 
+    fn end_hold(&mut self, nth: usize, end: HoldEnd) -> Checked {
+        if self.holds.is_empty() {
+            return Ok(());
+        }
+        let hold = self.holds.remove(nth % self.holds.len());
+        let known = self.subject.machine().held(hold.ticket).is_some();
+        must!(
+            known || !self.is_exact(hold.message),
+            HOLD,
+            "{} is not held",
+            hold.message
+        );
+        if known {
+            let message = &mut self.messages[hold.message];
+            message.poison = match end {
+                HoldEnd::Release => Some((hold.reason, PoisonPlan::Park)),
+                HoldEnd::Skip => Some((hold.reason, PoisonPlan::Discard)),
+                HoldEnd::Retry => None,
+            };
+            if end == HoldEnd::Retry {
+                message.attempts = 0;
+            }
+        }
+        self.tell(Event::HoldEnded(hold.ticket, end))
+    }
+
+    /// The key goes on: nothing of it is held any more.
+    fn forget_holds(&mut self, number: usize) {
+        if let Some(key) = self.messages[number].key {
+            let messages = &self.messages;
+            self.holds
+                .retain(|hold| messages[hold.message].key != Some(key));
+        }
+    }
+
     fn acks(&mut self, queue: usize, count: usize) {
         if let Some(open) = &mut self.open[queue % QUEUES]
             && open.alive
@@ -646,6 +702,7 @@ impl World {
                 (0..self.setup.credit).try_for_each(|_| self.deliver(queue))?;
             }
             (0..self.timers.len()).try_for_each(|_| self.timer(0))?;
+            (0..self.holds.len()).try_for_each(|_| self.end_hold(0, HoldEnd::Release))?;
             (0..3 * self.parkings.len()).try_for_each(|_| self.park(0))?;
             (0..self.asks.len()).try_for_each(|_| self.grant(0))?;
             (0..self.runs.len()).try_for_each(|_| self.finish(0, Ending::Handled))?;
@@ -681,7 +738,7 @@ impl World {
     fn is_at_rest(&self) -> bool {
         self.messages.iter().all(|message| message.gone)
             && (self.runs.is_empty() && self.asks.is_empty() && self.timers.is_empty())
-            && (self.parkings.is_empty() && self.lost.is_empty())
+            && (self.parkings.is_empty() && self.lost.is_empty() && self.holds.is_empty())
     }
 
     // ---- what the machine does about it
@@ -725,6 +782,7 @@ impl World {
                 let granted = std::mem::take(&mut self.expected.granted);
                 must!(granted, PERMITS, "started without a grant");
                 self.check_start(&delivery, attempt)?;
+                self.forget_holds(delivery.number);
                 *self.count(delivery.number, delivery.session) = attempt;
                 self.messages[delivery.number].poison = None;
                 self.messages[delivery.number].finished = false;
@@ -823,6 +881,34 @@ impl World {
                 self.messages[delivery.number].ended = Some(outcome);
                 self.begin_parking(ticket, &delivery, poison.is_some())?;
             }
+            Effect::Hold {
+                ticket,
+                delivery,
+                reason,
+                attempts,
+                at_most,
+            } => {
+                let number = delivery.number;
+                let poison = self.take_poison(&delivery);
+                let expected = Some((reason, self.setup.plan));
+                must!(poison == expected, HOLD, "{poison:?}, not {reason}");
+                must!(
+                    self.setup.plan == PoisonPlan::Hold(at_most),
+                    HOLD,
+                    "{at_most:?}"
+                );
+                let taken_for_its_twin =
+                    self.messages[number].doubled && self.messages[number].overshadowed;
+                let counted = attempts == *self.count(number, delivery.session);
+                must!(counted || taken_for_its_twin, COUNT, "held with {attempts}");
+                take(&mut self.expected.hold, &number);
+                self.forget_holds(number);
+                self.holds.push(Hold {
+                    ticket,
+                    message: number,
+                    reason,
+                });
+            }
             Effect::Gap { delivery, .. } => {
                 let expected = take(&mut self.expected.gap, &delivery.number);
                 must!(expected, GAP, "{} again, or too early", delivery.number);
@@ -875,6 +961,12 @@ impl World {
         let message = &self.messages[number];
         let running = self.runs.iter().any(|run| self.is_of(run.message, key));
         must!(!running, ONE_RUN, "{number}");
+        let held = self
+            .holds
+            .iter()
+            .find(|hold| self.is_of(hold.message, key) && self.is_exact(hold.message));
+        let held = held.map(|hold| hold.message);
+        must!(held.is_none(), HOLD, "{number} before {held:?}");
         let ended = message.parked > 0 || message.finished || message.poison.is_some();
         must!(!ended || !self.is_exact(number), NOT_AGAIN, "{number}");
         let parking = self.parkings.iter().map(|parking| parking.message);
@@ -924,7 +1016,11 @@ impl World {
         let spent = key.is_none()
             && delivery.identity.id().is_some()
             && delivery.earlier >= self.setup.max_attempts;
-        spent.then_some((PoisonReason::Failed, self.setup.plan))
+        let plan = match self.setup.plan {
+            PoisonPlan::Hold(_) => PoisonPlan::Park,
+            plan => plan,
+        };
+        spent.then_some((PoisonReason::Failed, plan))
     }
 
     fn begin_parking(&mut self, ticket: Ticket, delivery: &Msg, first: bool) -> Checked {
@@ -941,6 +1037,7 @@ impl World {
             let again = first && self.is_exact(number) && self.messages[number].parked > 0;
             must!(!again, PARK, "{number} twice");
         }
+        self.forget_holds(number);
         self.parkings.push(Parking {
             ticket,
             message: number,
@@ -966,6 +1063,7 @@ impl World {
         must!(left.forgotten.is_empty(), FORGOTTEN, "{:?}", left.forgotten);
         must!(left.cancelled.is_empty(), CANCEL, "{:?}", left.cancelled);
         must!(left.timer.is_empty(), TIMER, "{:?} has none", left.timer);
+        must!(left.hold.is_empty(), HOLD, "{:?} not held", left.hold);
         must!(left.gap.is_empty(), GAP, "{:?} not reported", left.gap);
         let shown =
             left.attempt_failed.is_empty() && left.stuck.is_empty() && left.unstuck.is_empty();
@@ -1015,6 +1113,7 @@ impl World {
             let waits = self.runs.iter().any(|run| same(run.message))
                 || self.parkings.iter().any(|parking| same(parking.message))
                 || self.lost.iter().any(|lost| same(lost.0))
+                || self.holds.iter().any(|hold| same(hold.message))
                 // One that looks like the head takes over its pause.
                 || self.timers.iter().any(|timer| {
                     timer.1 == number || (self.messages[number].overshadowed && same(timer.1))
