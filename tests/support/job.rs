@@ -271,8 +271,12 @@ impl History {
         }
         for run in &mut history.runs {
             if run.end.is_none() {
-                let death = history.deaths.iter().find(|(pid, _)| *pid == run.pid);
-                run.end = death.map(|&(_, t)| t);
+                // A death is recorded by each process that finds it; the files are in no order of time.
+                let deaths = history.deaths.iter();
+                run.end = deaths
+                    .filter(|(pid, t)| *pid == run.pid && *t >= run.start)
+                    .map(|&(_, t)| t)
+                    .min();
             }
         }
         history
