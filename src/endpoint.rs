@@ -161,6 +161,9 @@ impl EndpointBuilder {
     /// At most `n` unsettled messages in this process (the broker's prefetch), from the concurrency to
     /// 65,535. Defaults to twice the concurrency, at least 32. It bounds memory, and the duplicates after
     /// a crash.
+    ///
+    /// Lowering it while messages wait in a **quorum** queue can break the order: RabbitMQ 3.10.8 puts what a
+    /// session gives back behind what an earlier session with more credits has given back.
     #[must_use]
     pub fn max_in_flight(mut self, n: u32) -> Self {
         self.settings.max_in_flight = Some(n);
