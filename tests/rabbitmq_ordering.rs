@@ -5,7 +5,6 @@
 #![cfg(feature = "rabbitmq")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use laneway::prelude::*;
@@ -14,6 +13,7 @@ use laneway::{EndpointState, Event, EventKind, QueueSpec};
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use tokio::sync::broadcast::Receiver;
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 mod support;
@@ -97,32 +97,26 @@ impl Setup {
     }
 }
 
-/// Waits until every published message has been handled at least once.
-async fn all_handled(ledger: &OrderLedger, done: &AtomicU64, messages: u64) {
-    let waiting = async {
-        while done.load(Ordering::Acquire) < messages {
-            // The handlers' own count; looked at now and then, because there is no event of "all".
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
+/// Waits until every published message has been started at least once.
+async fn all_handled(ledger: &OrderLedger, done: &mut watch::Receiver<u64>, messages: u64) {
+    let waiting = done.wait_for(|&count| count >= messages);
     if timeout(PATIENCE, waiting).await.is_err() {
         let figures = ledger.figures().expect("in memory");
         panic!("not all messages were handled in time:\n{figures}");
     }
 }
 
-/// Counts distinct messages at their first success.
-fn counting(ledger: &OrderLedger) -> (Scripted, Arc<AtomicU64>) {
-    let done = Arc::new(AtomicU64::new(0));
+/// Counts distinct messages at their first start.
+fn counting(ledger: &OrderLedger) -> (Scripted, watch::Receiver<u64>) {
+    let (count, done) = watch::channel(0);
     let seen = Arc::new(std::sync::Mutex::new(std::collections::HashSet::new()));
-    let count = Arc::clone(&done);
     let handler = Scripted::new(ledger, move |message: &Numbered, _| {
         let new = seen
             .lock()
             .expect("no panic under this lock")
             .insert((message.key.clone(), message.seq));
         if new {
-            count.fetch_add(1, Ordering::AcqRel);
+            count.send_modify(|count| *count += 1);
         }
         Step::Succeed(Duration::from_millis(2).mul_f64(fastrand::f64()))
     });
@@ -132,10 +126,10 @@ fn counting(ledger: &OrderLedger) -> (Scripted, Arc<AtomicU64>) {
 async fn order_holds_under_load(queue_type: QueueType) {
     let setup = Setup::new(shared_url(), "ordered", queue_type);
     let (messages, keys) = counts();
-    let (handler, done) = counting(&setup.ledger);
+    let (handler, mut done) = counting(&setup.ledger);
     let bus = setup.start(handler, |e| e).await;
     workload::publish(&bus, &setup.ledger, messages, keys).await;
-    all_handled(&setup.ledger, &done, messages).await;
+    all_handled(&setup.ledger, &mut done, messages).await;
     let report = bus.shutdown(Duration::from_secs(10)).await;
     assert!(report.is_clean(), "{report:?}");
     let figures = setup.ledger.figures().expect("in memory");
@@ -176,7 +170,7 @@ async fn order_holds_while_the_broker_closes_connections(queue_type: QueueType) 
     let broker = PrivateBroker::start();
     let setup = Setup::new(broker.url(), "closed", queue_type);
     let (messages, keys) = counts();
-    let (handler, done) = counting(&setup.ledger);
+    let (handler, mut done) = counting(&setup.ledger);
     let bus = setup.start(handler, |e| e.max_in_flight(100)).await;
     let mut events = bus.events();
     // Publishing has a connection of its own that is closed as well, so a foreign client publishes
@@ -189,16 +183,14 @@ async fn order_holds_while_the_broker_closes_connections(queue_type: QueueType) 
     let steps = 10;
     for step in 1..=steps {
         let target = messages * step / (steps + 2);
-        let waiting = async {
-            while done.load(Ordering::Acquire) < target {
-                // Spreads the closures over the run.
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(PATIENCE, waiting).await.expect("progress");
+        // Spreads the closures over the run.
+        timeout(PATIENCE, done.wait_for(|&count| count >= target))
+            .await
+            .expect("progress")
+            .expect("the handler is there");
         close_connections(&broker, &mut events).await;
     }
-    all_handled(&setup.ledger, &done, messages).await;
+    all_handled(&setup.ledger, &mut done, messages).await;
     let snapshot = bus.snapshot().await;
     let endpoint = snapshot.endpoint(&setup.queue).expect("named above");
     assert_eq!((endpoint.reconnects, endpoint.parked), (steps, 0));
@@ -377,7 +369,7 @@ async fn cut_after_the_park(queue_type: QueueType, round: u32) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_foreign_publisher_is_consumed_in_order() {
     let setup = Setup::new(shared_url(), "foreign", QueueType::Classic);
-    let (handler, done) = counting(&setup.ledger);
+    let (handler, mut done) = counting(&setup.ledger);
     let bus = setup.start(handler, EndpointUntyped::untyped).await;
     let foreign = Foreign::connect(&setup.url).await;
     for number in 0..2_000_u64 {
@@ -398,7 +390,7 @@ async fn a_foreign_publisher_is_consumed_in_order() {
         let properties = BasicProperties::default().with_headers(headers);
         foreign.publish(&setup.queue, &body, properties).await;
     }
-    all_handled(&setup.ledger, &done, 2_000).await;
+    all_handled(&setup.ledger, &mut done, 2_000).await;
     bus.shutdown(Duration::from_secs(10)).await;
     setup.ledger.figures().expect("in memory").assert_ordered();
     clean_up(&setup.url, &setup.queue).await;
