@@ -388,8 +388,9 @@ impl<D: Item> Machine<D> {
         }
     }
 
-    /// Takes over an attempt that already runs and cannot be settled: its key waits for its end.
-    pub fn adopt_running(&mut self, head: D) -> Ticket {
+    /// Takes over an attempt that already runs and cannot be settled: its key waits for its end, and counts
+    /// on from `attempts`, this one included.
+    pub fn adopt_running(&mut self, head: D, attempts: u32) -> Ticket {
         let stamp = self.stamp();
         let key = head.key().cloned();
         let slot = self.tracks.insert(Track {
@@ -397,7 +398,7 @@ impl<D: Item> Machine<D> {
             stamp,
             state: State::Running {
                 head,
-                attempts: 1,
+                attempts,
                 orphan: true,
                 stuck: false,
             },

@@ -120,6 +120,7 @@ pub(crate) struct RunId(u64);
 /// One attempt that runs.
 struct Run {
     ticket: Ticket,
+    attempt: u32,
     abort: AbortHandle,
     delivery: Arc<Delivery>,
     /// When the handler's own time-out fires, in its task.
@@ -421,6 +422,7 @@ impl Lane {
         );
         let run = Run {
             ticket,
+            attempt,
             abort,
             delivery,
             deadline,
@@ -770,7 +772,8 @@ impl Supervised for Lane {
         for run in self.runs.values_mut() {
             run.abort();
             run.reported_stuck = false;
-            run.ticket = self.machine.adopt_running(Arc::clone(&run.delivery));
+            let head = Arc::clone(&run.delivery);
+            run.ticket = self.machine.adopt_running(head, run.attempt);
         }
         self.effects.clear();
         self.scratch.clear();
