@@ -11,6 +11,7 @@ use crate::envelope::MessageId;
 use crate::handler::FailureKind;
 use crate::key::Fingerprint;
 use crate::lane::machine::HoldEnd;
+use crate::mapping::MappingEpoch;
 use crate::outcome::{Outcome, PoisonReason};
 use crate::session::SessionId;
 
@@ -129,6 +130,14 @@ pub enum EventKind {
         message: Option<MessageId>,
         /// Whether the correlation id stood in for it; otherwise the message has no order.
         fallback: bool,
+    },
+    /// A message was published under another map of keys to queues than this endpoint's: while the map of a
+    /// consistent-hash exchange changes, the order of a key is not kept. Once per foreign epoch.
+    MappingChanged {
+        /// The endpoint's own mapping epoch.
+        own: MappingEpoch,
+        /// The message's.
+        seen: MappingEpoch,
     },
     /// One of Laneway's own actors panicked: a bug in Laneway. It was restarted.
     ActorRestarted {

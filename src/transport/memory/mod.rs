@@ -48,7 +48,9 @@
 //! # }
 //! ```
 
+mod apply;
 mod broker;
+mod exchange;
 mod live_queue;
 mod parked;
 mod parking;
@@ -57,5 +59,6 @@ mod queue;
 mod source;
 mod topology;
 
-pub use broker::{ExchangeKind, MemoryBroker};
+pub use crate::topology::ExchangeKind;
+pub use broker::MemoryBroker;
 pub use queue::QueueStatus;

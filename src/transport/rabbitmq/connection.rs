@@ -6,7 +6,7 @@
 
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_rs::TokioRuntime;
@@ -74,6 +74,8 @@ pub(super) struct Live {
     blocked: watch::Receiver<Option<String>>,
     /// Channels to publish on.
     pub(super) pool: Pool,
+    /// Whether the broker knows how to say that a quorum queue has no delivery limit, once it was asked.
+    pub(super) knows_unlimited: OnceLock<bool>,
 }
 
 impl Live {
@@ -287,6 +289,7 @@ pub(super) async fn open(
             Purpose::Parking => settings.parking_channels,
         }),
         connection,
+        knows_unlimited: OnceLock::new(),
         address,
         socket,
         retired,
