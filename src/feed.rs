@@ -9,6 +9,10 @@ use crate::topology::{HashBy, HashProperty, QueueSpec, Topology, epoch, group_na
 
 /// The queues of an endpoint.
 #[derive(Debug, Clone)]
+#[allow(
+    dead_code,
+    reason = "group and mapping are for the supervisor, which takes one source so far"
+)]
 pub(crate) struct Feed {
     /// In the order of the shards' numbers, which is that of their names.
     pub(crate) queues: Vec<QueueSpec>,

@@ -182,10 +182,10 @@ async fn parking_queue(
     spec: &QueueSpec,
     parking: &ParkingSpec,
 ) -> Result<(), SourceError> {
-    let parked = QueueSpec {
-        declared: spec.declared,
-        ..spec.parking_queue().unwrap_or_else(|| spec.clone())
+    let Some(mut parked) = spec.parking_queue() else {
+        return Ok(());
     };
+    parked.declared = spec.declared;
     let unlimited = wants_unlimited(&parked) && asker.knows_unlimited(&parked.name).await?;
     let what = format!("parking queue `{}`", parking.queue);
     let arguments = arguments(&parked, unlimited);
