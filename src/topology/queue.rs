@@ -80,10 +80,12 @@ impl QueueSpec {
     /// It is a quorum queue (and so durable).
     ///
     /// RabbitMQ counts how often a quorum queue takes a message back, also when no handler has seen it,
-    /// and from version 4 on removes it at 20 by default. Laneway counts attempts itself; so where the
-    /// broker knows how to say it, a declared quorum queue is declared without a limit
-    /// (`x-delivery-limit` = -1), unless it sets [`delivery_limit`](Self::delivery_limit), or says
-    /// [`accept_unreported_gaps`](Self::accept_unreported_gaps).
+    /// and from version 4 on removes it at 20 by default. Laneway counts attempts itself; so there a declared
+    /// quorum queue, and its parking queue, is declared without a limit (`x-delivery-limit` = -1), unless it
+    /// sets [`delivery_limit`](Self::delivery_limit), or says
+    /// [`accept_unreported_gaps`](Self::accept_unreported_gaps). (Older versions have no limit by default, and
+    /// are not told: 3.10.8 takes -1 for a limit that every return exceeds.) One that already exists there
+    /// without this argument is refused at start.
     #[must_use]
     pub fn quorum(mut self) -> Self {
         self.queue_type = QueueType::Quorum;

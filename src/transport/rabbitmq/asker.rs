@@ -8,15 +8,14 @@ use std::future::Future;
 use std::sync::Arc;
 
 use laneway_actors::port::SourceError;
-use lapin::options::QueueDeclareOptions;
-use lapin::{Channel, ErrorKind};
+use lapin::Channel;
 use tokio::time::timeout;
 
-use super::connection::{Live, said};
+use super::connection::Live;
 use super::core::Core;
-use super::source::{refused, unavailable};
-use super::topology::{UNLIMITED, administrative, named, source_error, table};
-use crate::topology::{Arguments, DELIVERY_LIMIT, QUEUE_TYPE};
+use super::source::unavailable;
+use super::topology::{administrative, source_error};
+use super::version;
 
 /// Asks on the consuming connection.
 pub(super) struct Asker<'a> {
@@ -94,89 +93,21 @@ impl<'a> Asker<'a> {
         }
     }
 
-    /// Whether the broker knows how to say that a quorum queue has no delivery limit. Those that do not
-    /// (before RabbitMQ 4) have no limit by default.
-    ///
-    /// `lapin` does not tell the broker's version, so it is asked: by declaring a quorum queue that is not
-    /// durable, which every version refuses, but only after it has looked at the arguments. Nothing is
-    /// created. `queue` gives the probe a name that the user may declare.
-    pub(super) async fn knows_unlimited(&mut self, queue: &str) -> Result<bool, SourceError> {
-        if let Some(known) = self.live.knows_unlimited.get() {
-            return Ok(*known);
+    /// Whether the broker has a delivery limit of its own on quorum queues, which can be lifted.
+    pub(super) async fn has_limit_of_its_own(&mut self, queue: &str) -> Result<bool, SourceError> {
+        if let Some(known) = self.live.version.get() {
+            return Ok(known.has_delivery_limit_of_its_own());
         }
-        let name = named("queue", &format!("{queue}.limit-probe"))?;
-        let arguments = Arguments::from([
-            (QUEUE_TYPE.to_owned(), "quorum".into()),
-            (DELIVERY_LIMIT.to_owned(), UNLIMITED.into()),
-        ]);
-        let what = format!("queue `{queue}`");
-        let answer = self
-            .hear(&what, async |channel| {
-                let options = QueueDeclareOptions::default();
-                let asked = channel.queue_declare(name, options, table(&arguments));
-                asked.await.map(drop)
-            })
-            .await?;
-        let known = match &answer {
-            Err(why) => match why.kind() {
-                ErrorKind::ProtocolError(error) => {
-                    let text = said(error).to_owned();
-                    unlimited_from(&text).ok_or(text)
-                }
-                _ => Err(why.to_string()),
-            },
-            Ok(()) => Err("a quorum queue that is not durable was created".to_owned()),
-        };
-        let known = known.map_err(|text| {
-            refused(
+        let version = version::ask(self.core).await.map_err(|why| {
+            unavailable(
                 format!(
-                    "{what}: whether the broker can be told to have no delivery limit cannot be found out ({text}); set `delivery_limit(…)`, or say `accept_unreported_gaps()`"
+                    "queue `{queue}`: the broker's version, on which the default delivery limit depends, cannot be found out ({why})"
                 ),
                 None,
             )
         })?;
         // Somebody else may have asked meanwhile, and got the same answer.
-        let _ = self.live.knows_unlimited.set(known);
-        Ok(known)
-    }
-}
-
-/// What the broker's refusal of the probe says about its knowledge: it complains about the argument, or has
-/// accepted it and complains about the rest.
-fn unlimited_from(said: &str) -> Option<bool> {
-    if said.contains(DELIVERY_LIMIT) {
-        Some(false)
-    } else if said.contains("non-durable") {
-        Some(true)
-    } else {
-        None
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_brokers_own_words_tell_whether_it_knows_no_limit() {
-        let cases = [
-            // 3.10.8
-            (
-                "PRECONDITION_FAILED - invalid arg 'x-delivery-limit' for queue 'q' in vhost '/': {value_negative,-1}",
-                Some(false),
-            ),
-            // 4.x looks at the arguments first, and takes this one
-            (
-                "PRECONDITION_FAILED - invalid property 'non-durable' for queue 'q' in vhost '/'",
-                Some(true),
-            ),
-            (
-                "ACCESS_REFUSED - access to queue 'q' in vhost '/' refused for user 'u'",
-                None,
-            ),
-        ];
-        for (said, known) in cases {
-            assert_eq!(unlimited_from(said), known, "{said}");
-        }
+        let _ = self.live.version.set(version);
+        Ok(version.has_delivery_limit_of_its_own())
     }
 }

@@ -78,6 +78,7 @@ mod session;
 mod settings;
 mod source;
 mod topology;
+mod version;
 
 pub use self::settings::{InvalidSetting, redact};
 

@@ -75,8 +75,7 @@ pub(super) fn table(arguments: &Arguments) -> FieldTable {
     table
 }
 
-/// The arguments of a declared queue, all of them. `unlimited`: the broker knows how to say that there is
-/// no delivery limit.
+/// The arguments of a declared queue, all of them. `unlimited`: the broker's own delivery limit is lifted.
 fn arguments(spec: &QueueSpec, unlimited: bool) -> FieldTable {
     let mut arguments = spec.arguments.clone();
     if spec.single_active_consumer {
@@ -85,15 +84,15 @@ fn arguments(spec: &QueueSpec, unlimited: bool) -> FieldTable {
     // A classic queue has no type argument, so that queues declared by others compare equal.
     if spec.queue_type == QueueType::Quorum {
         arguments.insert(QUEUE_TYPE.to_owned(), "quorum".into());
-        if unlimited && wants_unlimited(spec) {
+        if unlimited {
             arguments.insert(DELIVERY_LIMIT.to_owned(), UNLIMITED.into());
         }
     }
     table(&arguments)
 }
 
-/// No delivery limit, for brokers that know it.
-pub(super) const UNLIMITED: i64 = -1;
+/// No delivery limit, for brokers that have one of their own.
+const UNLIMITED: i64 = -1;
 
 /// Whether the broker's own delivery limit must not apply: RabbitMQ 4 removes what a quorum queue has taken
 /// back 20 times, and each lost session counts for everything that it held (FACTS 15).
@@ -105,7 +104,7 @@ fn wants_unlimited(spec: &QueueSpec) -> bool {
 }
 
 async fn queue(asker: &mut Asker<'_>, spec: &QueueSpec) -> Result<(), SourceError> {
-    let unlimited = wants_unlimited(spec) && asker.knows_unlimited(&spec.name).await?;
+    let unlimited = wants_unlimited(spec) && asker.has_limit_of_its_own(&spec.name).await?;
     let what = format!("queue `{}`", spec.name);
     declare(asker, &what, &spec.name, spec, arguments(spec, unlimited)).await
 }
@@ -186,7 +185,7 @@ async fn parking_queue(
         return Ok(());
     };
     parked.declared = spec.declared;
-    let unlimited = wants_unlimited(&parked) && asker.knows_unlimited(&parked.name).await?;
+    let unlimited = wants_unlimited(&parked) && asker.has_limit_of_its_own(&parked.name).await?;
     let what = format!("parking queue `{}`", parking.queue);
     let arguments = arguments(&parked, unlimited);
     declare(asker, &what, &parking.queue, &parked, arguments).await
