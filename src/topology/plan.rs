@@ -15,6 +15,8 @@ pub struct Plan {
     /// Queues that must not exist: a queue of this name was there before it was sharded, or put behind an
     /// exchange of its name, and what is in it would be forgotten.
     pub absent: Vec<String>,
+    /// Plain queues that must not be sharded: with the exchange that would hold that identity.
+    pub plain: Vec<(String, String)>,
     /// Exchanges, in the order of their names.
     pub exchanges: Vec<ExchangeSpec>,
     /// Queues, shards included, in the order of their names.
@@ -64,6 +66,11 @@ impl Topology {
                 .sharded
                 .iter()
                 .map(|queue| queue.name.clone())
+                .collect(),
+            plain: self
+                .queues
+                .iter()
+                .map(|queue| (queue.name.clone(), sharded::marker_name(&queue.name)))
                 .collect(),
             exchanges,
             queues,

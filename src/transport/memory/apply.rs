@@ -57,6 +57,13 @@ impl MemoryBroker {
                 "queue `{queue}` exists as a plain queue, and is declared as a sharded one: nothing would consume what is in it; empty and delete it, or use another name"
             )));
         }
+        for (queue, marker) in &plan.plain {
+            if registry.has_exchange(marker) {
+                problems.push(refused(format!(
+                    "queue `{queue}` is a sharded queue at the broker (exchange `{marker}` is there), and is declared as a plain one: messages in its shards would be forgotten; use `sharded_queue`, or another name"
+                )));
+            }
+        }
         for exchange in &plan.exchanges {
             if exchange.declared {
                 problems.extend(registry.differences(exchange));

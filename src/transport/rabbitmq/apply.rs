@@ -28,6 +28,9 @@ pub(super) async fn apply(core: &Core, plan: &Plan) -> Result<(), Vec<SourceErro
     for queue in &plan.absent {
         problems.extend(expect_absent(&mut asker, queue).await.err());
     }
+    for (queue, marker) in &plan.plain {
+        problems.extend(expect_plain(&mut asker, queue, marker).await.err());
+    }
     if !problems.is_empty() {
         return Err(problems);
     }
@@ -108,6 +111,35 @@ async fn expect_absent(asker: &mut Asker<'_>, queue: &str) -> Result<(), SourceE
         Ok(()) => Err(refused(
             format!(
                 "{what} exists as a plain queue, and is declared as a sharded one: nothing would consume what is in it; empty and delete it, or use another name"
+            ),
+            None,
+        )),
+    }
+}
+
+async fn expect_plain(asker: &mut Asker<'_>, queue: &str, marker: &str) -> Result<(), SourceError> {
+    let what = format!("exchange `{marker}`");
+    // A name that is too long for an exchange belongs to none.
+    let Ok(name) = named("exchange", marker) else {
+        return Ok(());
+    };
+    let answer = asker
+        .hear(&what, async |channel| {
+            let options = ExchangeDeclareOptions {
+                passive: true,
+                ..ExchangeDeclareOptions::default()
+            };
+            let asked =
+                channel.exchange_declare(name, AmqpKind::Fanout, options, FieldTable::default());
+            asked.await
+        })
+        .await?;
+    match answer {
+        Err(why) if id_of(&why) == Some(404) => Ok(()),
+        Err(why) => Err(source_error(&what, why)),
+        Ok(()) => Err(refused(
+            format!(
+                "queue `{queue}` is a sharded queue at the broker ({what} is there), and is declared as a plain one: messages in its shards would be forgotten; use `sharded_queue`, or another name"
             ),
             None,
         )),
