@@ -309,13 +309,14 @@ impl BusBuilder {
         let mut specs = Vec::new();
         let mut parked = ParkedPlaces::new(self.fingerprints.clone());
         for (endpoint, feed) in endpoints.into_iter().zip(feeds) {
+            let queues = feed.as_ref().map_or(&[][..], |feed| &feed.queues);
             // One source until `EndpointSpec` takes several; `feed.group` and `feed.mapping` go there too.
-            let Some(queue) = feed.as_ref().and_then(|feed| feed.queues.first()) else {
+            let Some(queue) = queues.first() else {
                 // A problem already; the others are found without it.
                 check_alone(&endpoint, feed.as_ref(), &mut problems);
                 continue;
             };
-            parked.add(&endpoint.settings.name, queue, &*transport);
+            parked.add(&endpoint.settings.name, queues, &*transport);
             let spec = EndpointSpec {
                 parking: transport.parking(queue),
                 publisher: Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>),

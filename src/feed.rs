@@ -256,3 +256,94 @@ fn not_single(queue: &QueueSpec) -> String {
         "whether queue `{name}` has a single active consumer cannot be asked of the broker: say `single_active_consumer()` of it, if it was declared so (`x-single-active-consumer`)"
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::endpoint::EndpointBuilder;
+
+    fn finished(
+        topology: Topology,
+        describe: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
+    ) -> (EndpointBuilder, Feed) {
+        let mut problems = Vec::new();
+        let mut endpoint = describe(EndpointBuilder::named("orders").ordered_by_header("account"));
+        let feed = endpoint.finish(&topology, &mut problems);
+        assert_eq!(problems, []);
+        (endpoint, feed.expect("the queue is known"))
+    }
+
+    fn names(feed: &Feed) -> Vec<&str> {
+        feed.queues
+            .iter()
+            .map(|queue| queue.name.as_str())
+            .collect()
+    }
+
+    #[test]
+    fn a_sharded_queue_is_fed_by_its_shards_in_the_order_of_their_numbers() {
+        let topology = Topology::default().sharded_queue("orders", 12, |q| q.quorum());
+        let (endpoint, feed) = finished(topology, |e| {
+            e.transport_affinity(TransportAffinity::Sharded)
+        });
+        assert_eq!(names(&feed)[..2], ["orders-000", "orders-001"]);
+        assert_eq!(names(&feed)[11], "orders-011");
+        assert!(
+            feed.queues
+                .iter()
+                .all(|q| q.durable && q.single_active_consumer)
+        );
+        assert_eq!(feed.group.as_deref(), Some("orders.members"));
+        assert_eq!(feed.mapping, None);
+        assert_eq!(endpoint.settings.max_in_flight, Some(12 * 16));
+        let ordering = endpoint.settings.ordering.expect("it is ordered");
+        assert!(!ordering.correlation_id, "the key is the header alone");
+    }
+
+    #[test]
+    fn credits_suffice_for_the_handlers_and_for_the_shards() {
+        for (shards, concurrency, credits) in [
+            (2, 16, 32),
+            (2, 100, 200),
+            (8, 16, 128),
+            (1_000, 16, 16_000),
+            (2, 60_000, 65_535),
+        ] {
+            let topology = Topology::default().sharded_queue("orders", shards, |q| q);
+            let (endpoint, _) = finished(topology, |e| {
+                e.transport_affinity(TransportAffinity::Sharded)
+                    .concurrency(concurrency)
+            });
+            assert_eq!(endpoint.settings.max_in_flight, Some(credits));
+        }
+    }
+
+    #[test]
+    fn a_hash_is_fed_by_its_queues_in_the_order_of_their_names() {
+        let topology = Topology::default()
+            .queue("z", |q| q.single_active_consumer())
+            .queue("a", |q| q.single_active_consumer())
+            .exchange("orders", |x| {
+                x.consistent_hash().hash_header("account").queue("z", 2)
+            })
+            .bind("a", "orders", "3");
+        let (_, feed) = finished(topology, |e| {
+            e.transport_affinity(TransportAffinity::ConsistentHash)
+        });
+        assert_eq!(names(&feed), ["a", "z"]);
+        assert_eq!(feed.group.as_deref(), Some("orders.members"));
+        let epoch = MappingEpoch::of("header account", &[("a", 3), ("z", 2)]);
+        assert_eq!(feed.mapping, Some(epoch));
+    }
+
+    #[test]
+    fn a_plain_queue_is_shared_with_nobody() {
+        let topology = Topology::default().queue("orders", |q| q.single_active_consumer());
+        let (endpoint, feed) = finished(topology, |e| {
+            e.transport_affinity(TransportAffinity::SingleActiveConsumer)
+        });
+        assert_eq!(names(&feed), ["orders"]);
+        assert_eq!((feed.group, feed.mapping), (None, None));
+        assert_eq!(endpoint.settings.max_in_flight, None);
+    }
+}

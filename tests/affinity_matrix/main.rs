@@ -48,6 +48,7 @@ enum End {
 }
 
 type Describe = fn(Topology, &str) -> Topology;
+type Route = fn(RouteBuilder<Paid>, &str) -> RouteBuilder<Paid>;
 
 /// A bus with one endpoint. Every name begins with the queue's.
 struct Row {
@@ -56,7 +57,7 @@ struct Row {
     world: Describe,
     topology: Describe,
     endpoint: fn(EndpointBuilder) -> EndpointBuilder,
-    route: Option<fn(RouteBuilder<Paid>, &str) -> RouteBuilder<Paid>>,
+    route: Option<Route>,
     end: End,
 }
 
@@ -93,7 +94,7 @@ fn routed(
     what: &'static str,
     topology: Describe,
     endpoint: fn(EndpointBuilder) -> EndpointBuilder,
-    route: fn(RouteBuilder<Paid>, &str) -> RouteBuilder<Paid>,
+    route: Route,
     end: End,
 ) -> Row {
     Row {
