@@ -7,7 +7,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use laneway_actors::port::{Destination, PublishError};
+use laneway_actors::port::{Destination, PublishError, SourceError};
 use laneway_actors::{
     ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointSpec,
     EndpointState, Envelope, Event, Events, FailureRules, Fingerprint, Fingerprints, HoldEnd,
@@ -17,6 +17,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{Mutex, broadcast};
 
 use crate::endpoint::EndpointBuilder;
+use crate::entries::Entries;
+use crate::feed::Feed;
 use crate::host::Host;
 use crate::parked::{Parked, ParkedError, ParkedPlaces};
 use crate::publish::BusPublisher;
@@ -84,7 +86,7 @@ pub struct BusBuilder {
 }
 
 type HeaderOfQueue<'a> = &'a dyn Fn(&str) -> Option<Arc<str>>;
-type AddRoute = Box<dyn FnOnce(&mut Routes, HeaderOfQueue<'_>, &mut Vec<Problem>) + Send>;
+type AddRoute = Box<dyn FnOnce(&mut Routes, HeaderOfQueue<'_>, &Entries, &mut Vec<Problem>) + Send>;
 
 impl BusBuilder {
     /// Uses the embedded broker: queues in this process's memory.
@@ -133,9 +135,10 @@ impl BusBuilder {
         describe: impl FnOnce(RouteBuilder<T>) -> RouteBuilder<T>,
     ) -> Self {
         let route = describe(RouteBuilder::new());
-        self.routes.push(Box::new(move |routes, header, problems| {
-            routes.add(route, header, problems);
-        }));
+        self.routes
+            .push(Box::new(move |routes, header, entries, problems| {
+                routes.add(route, header, entries, problems);
+            }));
         self
     }
 
@@ -210,19 +213,19 @@ impl BusBuilder {
         if self.transports_said > 1 {
             problem("transport", "is chosen more than once; keep one");
         }
-        for (number, queue) in self.topology.queues().iter().enumerate() {
-            let earlier = &self.topology.queues()[..number];
-            if queue.name.is_empty() {
-                problem("topology", "a queue has an empty name");
-            } else if earlier.iter().any(|other| other.name == queue.name) {
-                problem(
-                    "topology",
-                    &format!("queue `{}` is named twice", queue.name),
-                );
-            } else if !self
-                .endpoints
-                .iter()
-                .any(|endpoint| endpoint.queue == queue.name)
+        for what in self.topology.problems() {
+            problem("topology", &what);
+        }
+        for queue in self.topology.queues() {
+            let named = |endpoint: &EndpointBuilder| endpoint.queue == queue.name;
+            let bound = self.topology.hashed_to(&queue.name).is_some()
+                || self
+                    .topology
+                    .bindings()
+                    .iter()
+                    .any(|binding| binding.queue == queue.name);
+            if !bound
+                && !self.endpoints.iter().any(named)
                 && (queue.parking.is_some() || !queue.declared)
             {
                 problem(
@@ -253,11 +256,6 @@ impl BusBuilder {
                 );
             }
         }
-        for queue in self.topology.queues() {
-            for what in queue.parking_problems() {
-                problem("topology", &what);
-            }
-        }
         let mut endpoints = self.endpoints;
         for (number, endpoint) in endpoints.iter().enumerate() {
             let name = &endpoint.settings.name;
@@ -269,7 +267,7 @@ impl BusBuilder {
             }
             if let Some(other) = endpoints[..number]
                 .iter()
-                .find(|other| other.queue == endpoint.queue)
+                .find(|other| meet(other, endpoint, &self.topology))
             {
                 problem(
                     "queue",
@@ -280,9 +278,10 @@ impl BusBuilder {
                 );
             }
         }
+        let mut feeds = Vec::new();
         for endpoint in &mut endpoints {
             endpoint.share_rules(&self.type_rules, &self.rules);
-            endpoint.finish(&self.topology, &mut problems);
+            feeds.push(endpoint.finish(&self.topology, &mut problems));
         }
         let mut routes = Routes::default();
         let header_of_queue = |queue: &str| {
@@ -291,36 +290,54 @@ impl BusBuilder {
                 .find(|endpoint| endpoint.queue == queue)
                 .and_then(EndpointBuilder::key_header)
         };
+        let entries = Entries::of(&self.topology, header_of_queue);
         for add in self.routes {
-            add(&mut routes, &header_of_queue, &mut problems);
+            add(&mut routes, &header_of_queue, &entries, &mut problems);
         }
         let Some(transport) = self.transport else {
-            for endpoint in &endpoints {
-                check_alone(endpoint, &self.topology, &mut problems);
+            for (endpoint, feed) in endpoints.iter().zip(&feeds) {
+                check_alone(endpoint, feed.as_ref(), &mut problems);
             }
             return Err(ConfigError { problems });
         };
         problems.extend(transport.problems());
-        let publisher = Arc::new(BusPublisher::new(routes, transport.publisher()));
+        for what in transport.topology_problems(&self.topology) {
+            problems.push(Problem::new("", "topology", what));
+        }
+        let publisher = Arc::new(BusPublisher::new(routes, entries, transport.publisher()));
         let events = Events::default();
         let mut specs = Vec::new();
         let mut parked = ParkedPlaces::new(self.fingerprints.clone());
-        for endpoint in endpoints {
-            let Some(queue) = self.topology.find(&endpoint.queue) else {
+        for (endpoint, feed) in endpoints.into_iter().zip(feeds) {
+            let Some((feed, queue)) = feed
+                .as_ref()
+                .and_then(|feed| Some((feed, feed.queues.first()?)))
+            else {
                 // A problem already; the others are found without it.
-                check_alone(&endpoint, &self.topology, &mut problems);
+                check_alone(&endpoint, feed.as_ref(), &mut problems);
                 continue;
             };
-            parked.add(&endpoint.settings.name, queue, &*transport);
+            parked.add(&endpoint.settings.name, &feed.queues, &*transport);
+            let names: Vec<_> = feed.queues.iter().map(|queue| queue.name.clone()).collect();
+            let group = feed.group.as_ref();
+            let membership = group.and_then(|group| transport.membership(group, &names));
+            if group.is_some() && membership.is_none() {
+                let what = "this transport knows no groups of instances that share several queues out; use a single queue";
+                problems.push(Problem::new(&endpoint.settings.name, "transport", what));
+            }
+            let sources = feed.queues.iter().map(|queue| transport.source(queue));
             let spec = EndpointSpec {
                 parking: transport.parking(queue),
                 publisher: Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>),
                 events: events.clone(),
                 fingerprints: self.fingerprints.clone(),
                 runtime: self.runtime.clone(),
-                ..EndpointSpec::new(
+                membership,
+                mapping: feed.mapping,
+                ..EndpointSpec::sharded(
                     endpoint.settings,
-                    transport.source(queue),
+                    endpoint.queue.as_str().into(),
+                    sources.collect(),
                     endpoint.handlers,
                 )
             };
@@ -342,15 +359,29 @@ impl BusBuilder {
     }
 }
 
+/// Whether two endpoints consume the same queue.
+fn meet(one: &EndpointBuilder, other: &EndpointBuilder, topology: &Topology) -> bool {
+    if one.queue == other.queue {
+        return true;
+    }
+    let queues = |endpoint: &EndpointBuilder| Feed::of(&endpoint.queue, topology);
+    let (Ok(one), Ok(other)) = (queues(one), queues(other)) else {
+        return false;
+    };
+    let mut all = one.queues.iter();
+    all.any(|queue| other.queues.iter().any(|known| known.name == queue.name))
+}
+
 /// The problems of an endpoint that has no source to be checked with.
-fn check_alone(endpoint: &EndpointBuilder, topology: &Topology, problems: &mut Vec<Problem>) {
+fn check_alone(endpoint: &EndpointBuilder, feed: Option<&Feed>, problems: &mut Vec<Problem>) {
     let settings = &endpoint.settings;
-    let has_parking = match topology.find(&endpoint.queue) {
+    let has_parking = match feed.and_then(|feed| feed.queues.first()) {
         Some(queue) => queue.parking.is_some(),
         // Nobody knows: not a problem of its own.
         None => !settings.discard_poison,
     };
-    let found = check_endpoint(settings, &endpoint.handlers, has_parking, 1).err();
+    let shards = feed.map_or(1, |feed| feed.queues.len());
+    let found = check_endpoint(settings, &endpoint.handlers, has_parking, shards).err();
     add_new(problems, found);
 }
 
@@ -399,7 +430,7 @@ impl ReadyBus {
             }
         }
         let to_error = |problems| ConfigError { problems };
-        self.declare_others().await.map_err(to_error)?;
+        self.apply_topology().await.map_err(to_error)?;
         let (host, endpoints) = Host::start(self.specs).await.map_err(to_error)?;
         Ok(Bus {
             inner: Arc::new(Inner {
@@ -414,29 +445,21 @@ impl ReadyBus {
         })
     }
 
-    /// Declares queues that no endpoint of this bus consumes (it only publishes to them).
-    async fn declare_others(&self) -> Result<(), Vec<Problem>> {
+    /// Declares what is declared and checks what is named, in the order that keeps maps of keys alive. The
+    /// sources of the endpoints check their queues once more, as they do for whoever uses them alone.
+    async fn apply_topology(&self) -> Result<(), Vec<Problem>> {
+        let applied = self.transport.apply(&self.topology).await;
+        let errors = applied.err().into_iter().flatten();
         let mut problems = Vec::new();
-        for queue in self.topology.queues() {
-            let consumed = self
-                .specs
-                .iter()
-                .flat_map(|spec| &spec.sources)
-                .any(|source| source.name() == queue.name);
-            if consumed {
-                continue;
-            }
-            for error in self
-                .transport
-                .source(queue)
-                .verify()
-                .await
-                .err()
-                .into_iter()
-                .flatten()
-            {
-                problems.push(Problem::new("", "topology", error.to_string()));
-            }
+        for error in errors {
+            let setting = match &error {
+                SourceError::Unavailable { .. } => "connection",
+                _ => "topology",
+            };
+            add_new(
+                &mut problems,
+                Some(vec![Problem::new("", setting, error.to_string())]),
+            );
         }
         if problems.is_empty() {
             Ok(())
@@ -566,7 +589,8 @@ impl Bus {
     }
 
     /// Publishes a message, as JSON, to a queue that no route names. The key goes into the header
-    /// `laneway-key`.
+    /// `laneway-key`; to a sharded queue and to a consistent-hash exchange (by its name) into the header by
+    /// which they are ordered, and it chooses the queue.
     ///
     /// # Errors
     /// See [`publish`](Self::publish).

@@ -8,25 +8,48 @@ use laneway_actors::{
     OrderingKey, PoisonMode, Problem,
 };
 
+use crate::feed::Feed;
 use crate::topology::Topology;
 
-/// What keeps the order of a key across the instances of a program.
+/// What keeps the order of a key across the instances of a program. [`docs::affinity`](crate::docs::affinity)
+/// helps to choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TransportAffinity {
     /// The broker delivers the queue to one instance at a time, and moves on to another when that one
-    /// goes: per-key order across any number of instances.
+    /// goes: per-key order across any number of instances, one of which works.
     SingleActiveConsumer,
+    /// The queue is a [sharded one](crate::Topology::sharded_queue): instances share its shards out among
+    /// them, so that all of them work. Per-key order, with the key in a header.
+    Sharded,
+    /// The queue names a [consistent-hash exchange](crate::Topology::consistent_hash_exchange), whose queues
+    /// the instances share out among them. Per-key order, except while the queues behind the exchange
+    /// change, which is detected and counted.
+    ConsistentHash,
 }
 
-/// How far the order reaches.
+impl TransportAffinity {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::SingleActiveConsumer => "SingleActiveConsumer",
+            Self::Sharded => "Sharded",
+            Self::ConsistentHash => "ConsistentHash",
+        }
+    }
+}
+
+/// How far the order of an endpoint reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Strategy {
-    /// Nothing was said: refused on an ordered endpoint.
+#[non_exhaustive]
+pub enum Strategy {
+    /// Across all instances where a transport affinity is declared; without one the endpoint is refused.
     #[default]
-    Unsaid,
+    Auto,
+    /// Within this instance. **With a second instance on the same queue there is no order**: its messages
+    /// are shared out between them. Never chosen by itself.
     LocalPartitioned,
-    Native(TransportAffinity),
+    /// Across all instances, by the transport affinity that is declared.
+    TransportNative,
 }
 
 /// Describes an endpoint. Every method has an effect, or [`build`](crate::BusBuilder::build) refuses it.
@@ -34,8 +57,10 @@ pub struct EndpointBuilder {
     pub(crate) settings: EndpointSettings,
     pub(crate) queue: String,
     pub(crate) handlers: HandlerSet,
-    strategy: Strategy,
-    strategies_said: u32,
+    strategies: Vec<Strategy>,
+    affinities: Vec<TransportAffinity>,
+    /// Asked for in words, not a fallback.
+    by_correlation_id: bool,
     abort_grace: Option<Duration>,
     rules_missing: bool,
 }
@@ -46,8 +71,9 @@ impl EndpointBuilder {
             settings: EndpointSettings::named(name),
             queue: name.to_owned(),
             handlers: HandlerSet::new(),
-            strategy: Strategy::Unsaid,
-            strategies_said: 0,
+            strategies: Vec::new(),
+            affinities: Vec::new(),
+            by_correlation_id: false,
             abort_grace: None,
             rules_missing: false,
         }
@@ -121,24 +147,30 @@ impl EndpointBuilder {
     #[must_use]
     pub fn ordered_by_correlation_id(mut self) -> Self {
         self.key_source().correlation_id = true;
+        self.by_correlation_id = true;
         self
     }
 
     /// Keeps the order across all instances of the program, by this means of the broker.
     #[must_use]
     pub fn transport_affinity(mut self, affinity: TransportAffinity) -> Self {
-        self.strategy = Strategy::Native(affinity);
-        self.strategies_said += 1;
+        self.affinities.push(affinity);
         self
     }
 
-    /// Keeps the order within this instance only. **With a second instance on the same queue there is no
-    /// order**: its messages are shared out between them.
+    /// How far the order reaches. Defaults to [`Strategy::Auto`], which is enough with a
+    /// [`transport_affinity`](Self::transport_affinity).
     #[must_use]
-    pub fn local_partitioned(mut self) -> Self {
-        self.strategy = Strategy::LocalPartitioned;
-        self.strategies_said += 1;
+    pub fn strategy(mut self, strategy: Strategy) -> Self {
+        self.strategies.push(strategy);
         self
+    }
+
+    /// Keeps the order within this instance only: [`Strategy::LocalPartitioned`]. **With a second instance
+    /// on the same queue there is no order**: its messages are shared out between them.
+    #[must_use]
+    pub fn local_partitioned(self) -> Self {
+        self.strategy(Strategy::LocalPartitioned)
     }
 
     // ---- bounds
@@ -159,8 +191,9 @@ impl EndpointBuilder {
     }
 
     /// At most `n` unsettled messages in this process (the broker's prefetch), from the concurrency to
-    /// 65,535. Defaults to twice the concurrency, at least 32. It bounds memory, and the duplicates after
-    /// a crash.
+    /// 65,535. Defaults to twice the concurrency, at least 32; over several shards to at least 16 for each.
+    /// It bounds memory, and the duplicates after a crash. Each shard has its fixed part of them, so there
+    /// must not be fewer than shards.
     ///
     /// Lowering it while messages wait in a **quorum** queue can break the order: RabbitMQ 3.10.8 puts what a
     /// session gives back behind what an earlier session with more credits has given back.
@@ -266,63 +299,109 @@ impl EndpointBuilder {
         self.settings.bus_rules = of_bus.clone();
     }
 
-    /// Settles the defaults that depend on each other, and lists what is wrong beyond the settings
-    /// themselves.
-    pub(crate) fn finish(&mut self, topology: &Topology, problems: &mut Vec<Problem>) {
+    /// Settles the defaults that depend on each other, lists what is wrong beyond the settings themselves,
+    /// and finds the queues it consumes. `None` where they cannot be known.
+    pub(crate) fn finish(
+        &mut self,
+        topology: &Topology,
+        problems: &mut Vec<Problem>,
+    ) -> Option<Feed> {
+        let feed = Feed::of(&self.queue, topology);
         let name = self.settings.name.clone();
         let mut problem = |setting: &str, what: String| {
             problems.push(Problem::new(&name, setting, what));
         };
-        let queue = topology.find(&self.queue);
-        if queue.is_none() {
-            problem(
-                "queue",
-                format!(
-                    "`{}` is not in the topology: declare it with `queue`, or name it with `existing_queue`",
-                    self.queue
-                ),
-            );
+        if let Err(what) = &feed {
+            problem("queue", what.clone());
         }
+        let feed = feed.ok();
         if self.rules_missing {
             problem(
                 "on_failure",
                 "names no rule; add one or remove it".to_owned(),
             );
         }
-        if self.strategies_said > 1 {
-            problem(
-                "strategy",
-                "`transport_affinity` and `local_partitioned` exclude each other; say one of them once"
-                    .to_owned(),
-            );
+        for what in self.strategy_problems() {
+            problem("strategy", what);
         }
-        match (self.settings.ordering.is_some(), self.strategy) {
-            (true, Strategy::Unsaid) => problem(
-                "strategy",
-                "an ordered endpoint must say how far the order reaches: `transport_affinity(SingleActiveConsumer)` for all instances, or `local_partitioned()` for this one alone"
-                    .to_owned(),
-            ),
-            (false, Strategy::Native(_) | Strategy::LocalPartitioned) => problem(
-                "strategy",
-                "has no effect without ordering: order by a key, or remove it".to_owned(),
-            ),
-            (true, Strategy::Native(TransportAffinity::SingleActiveConsumer))
-                if queue.is_some_and(|queue| !queue.single_active_consumer) =>
-            {
-                problem(
-                    "transport_affinity",
-                    format!(
-                        "queue `{}` is not declared with `single_active_consumer()`",
-                        self.queue
-                    ),
-                );
+        let affinity = self.affinities.first().copied();
+        if let Some(feed) = &feed {
+            let ordered = self.settings.ordering.is_some();
+            for (setting, what) in feed.problems(ordered, affinity, self.is_local()) {
+                problem(setting, what);
             }
+            if ordered && feed.shares_out() {
+                for (setting, what) in
+                    feed.key_problems(self.settings.ordering.as_ref(), self.by_correlation_id)
+                {
+                    problem(setting, what);
+                }
+                self.settle_shards(feed, &mut problem);
+            }
+        }
+        self.settings.abort_grace = self.abort_grace.unwrap_or(match affinity {
+            Some(_) => Duration::ZERO,
+            None => Duration::from_secs(10),
+        });
+        feed
+    }
+
+    fn is_local(&self) -> bool {
+        self.strategies.contains(&Strategy::LocalPartitioned)
+    }
+
+    /// What is wrong with how far the order shall reach.
+    fn strategy_problems(&self) -> Vec<String> {
+        let said = !self.strategies.is_empty() || !self.affinities.is_empty();
+        if self.settings.ordering.is_none() {
+            let problem = "has no effect without ordering: order by a key, or remove it";
+            return said.then(|| problem.to_owned()).into_iter().collect();
+        }
+        let mut problems = Vec::new();
+        let mut problem = |what: &str| problems.push(what.to_owned());
+        if self.strategies.len() > 1 {
+            problem("is said more than once; say one of them once");
+        }
+        if self.affinities.len() > 1 {
+            problem("`transport_affinity` is said more than once; say one of them once");
+        }
+        match (self.strategies.first(), self.affinities.first()) {
+            (Some(Strategy::LocalPartitioned), Some(_)) => problem(
+                "`transport_affinity` and `local_partitioned` exclude each other; say one of them once",
+            ),
+            (None | Some(Strategy::Auto), None) => problem(
+                "an ordered endpoint must say how far the order reaches: `transport_affinity(SingleActiveConsumer)`, or `Sharded`, or `ConsistentHash`, for all instances, or `local_partitioned()` for this one alone",
+            ),
+            (Some(Strategy::TransportNative), None) => problem(
+                "`TransportNative` needs a `transport_affinity(…)`: `SingleActiveConsumer`, `Sharded` or `ConsistentHash`",
+            ),
             _ => {}
         }
-        self.settings.abort_grace = self.abort_grace.unwrap_or(match self.strategy {
-            Strategy::Native(_) => Duration::ZERO,
-            _ => Duration::from_secs(10),
-        });
+        problems
+    }
+
+    /// What the number of shards means for the settings.
+    fn settle_shards(&mut self, feed: &Feed, problem: &mut impl FnMut(&str, String)) {
+        if let Some(source) = &mut self.settings.ordering {
+            // The fallback is off here, without a word: the key must be what the shard was chosen by.
+            source.correlation_id = feed.by_correlation_id();
+        }
+        let shards = u32::try_from(feed.queues.len()).unwrap_or(u32::MAX);
+        match self.settings.max_in_flight {
+            Some(credits) if credits < shards => problem(
+                "max_in_flight",
+                format!(
+                    "{credits} is less than the {shards} queues of `{}`, each of which needs at least one; raise it to {shards} or more",
+                    self.queue
+                ),
+            ),
+            Some(_) => {}
+            None => {
+                let for_handlers = self.settings.concurrency.saturating_mul(2);
+                let for_shards = shards.saturating_mul(16);
+                self.settings.max_in_flight = Some(for_handlers.max(for_shards).clamp(32, 65_535));
+            }
+        }
     }
 
     /// The header that carries the key, where the key comes from a header.

@@ -57,6 +57,7 @@
 //!
 //! # Guides
 //! - [`docs::ordering`]: choosing a key; what order means and does not
+//! - [`docs::affinity`]: order across instances: which means to choose, and what each does not give
 //! - [`docs::failure`]: attempts, back-off, rules, parking and coming back; what an operator sees
 //! - [`docs::shutdown`]: the steps of a drain
 //! - [`docs::architecture`]: how the parts work together, for whoever changes them
@@ -72,6 +73,8 @@
 mod bus;
 pub mod docs;
 mod endpoint;
+mod entries;
+mod feed;
 mod host;
 pub mod parked;
 pub mod prelude;
@@ -85,7 +88,7 @@ pub mod transport;
 pub use bus::{
     Bus, BusBuilder, BusSnapshot, ConfigError, HoldError, ReadyBus, RunError, ShutdownReport,
 };
-pub use endpoint::{EndpointBuilder, TransportAffinity};
+pub use endpoint::{EndpointBuilder, Strategy, TransportAffinity};
 pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
@@ -97,7 +100,7 @@ pub use laneway_actors::{
 pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
-pub use topology::{QueueSpec, QueueType, Topology};
+pub use topology::{QueueSpec, QueueType, ShardMap, Shards, Topology};
 
 /// The program of the README is compiled as a test.
 #[cfg(doctest)]

@@ -231,10 +231,21 @@ pub(crate) struct ParkedPlaces {
 
 #[derive(Clone)]
 struct Place {
-    queue: Arc<str>,
+    /// The endpoint's queues, all of which park here.
+    queues: Vec<Arc<str>>,
     port: Arc<dyn ParkedMessages>,
     /// One look at a time, also among endpoints with the same parking queue.
     one: Arc<Mutex<()>>,
+}
+
+impl Place {
+    /// Which of the endpoint's queues a message was parked from.
+    fn queue_of(&self, delivery: &Delivery) -> Option<&Arc<str>> {
+        let headers = &delivery.envelope().headers;
+        headers.text(provenance::REASON)?;
+        let origin = headers.text(provenance::QUEUE)?;
+        self.queues.iter().find(|queue| ***queue == *origin)
+    }
 }
 
 impl ParkedPlaces {
@@ -245,13 +256,18 @@ impl ParkedPlaces {
         }
     }
 
-    pub(crate) fn add(&mut self, endpoint: &str, queue: &QueueSpec, transport: &dyn Transport) {
-        let place = transport.parked(queue).map(|port| {
+    /// Adds an endpoint. Its queues have the same parking place.
+    pub(crate) fn add(&mut self, endpoint: &str, queues: &[QueueSpec], transport: &dyn Transport) {
+        let port = queues.first().and_then(|queue| transport.parked(queue));
+        let place = port.map(|port| {
             let shared = self.places.values().flatten();
             let same = shared.filter(|place| place.port.name() == port.name());
             let one = same.map(|place| Arc::clone(&place.one)).next();
             Place {
-                queue: queue.name.as_str().into(),
+                queues: queues
+                    .iter()
+                    .map(|queue| queue.name.as_str().into())
+                    .collect(),
                 one: one.unwrap_or_default(),
                 port,
             }
@@ -423,17 +439,17 @@ impl Parked {
         entry: &ParkedEntry,
         delivery: &Arc<Delivery>,
     ) -> Result<(), ParkedError> {
-        if entry.origin != ParkedOrigin::Ours {
+        let Some(queue) = self.place.queue_of(delivery).map(Arc::clone) else {
             return Err(ParkedError::NotOurs {
                 message: entry.id.clone(),
             });
-        }
+        };
         if look.state.has_ended() {
             // Its parked copy could not be removed, so it would only be doubled.
             return Err(look.lost());
         }
-        let (copy, queue) = (Arc::clone(delivery), Arc::clone(&self.place.queue));
         let replay = i64::from(entry.replays) + 1;
+        let copy = Arc::clone(delivery);
         let sent = self.place.port.send_back(copy, queue, replay).await;
         sent.map_err(|source| ParkedError::NotReplayed {
             message: entry.id.clone(),
@@ -451,7 +467,6 @@ impl Parked {
     fn log(&self, entry: &ParkedEntry, what: &str) {
         tracing::info!(
             endpoint = %self.endpoint,
-            queue = %self.place.queue,
             parking = self.queue(),
             key = entry.key,
             message = %entry.id,
@@ -645,9 +660,7 @@ impl<'a> Names<'a> {
         let replays = small(header::REPLAY).unwrap_or(0);
         let reason = text(provenance::REASON);
         let origin = match text(provenance::QUEUE) {
-            Some(queue) if reason.is_some() && *queue == *self.parked.place.queue => {
-                ParkedOrigin::Ours
-            }
+            _ if self.parked.place.queue_of(delivery).is_some() => ParkedOrigin::Ours,
             Some(queue) if reason.is_some() => ParkedOrigin::OtherQueue(queue),
             _ => ParkedOrigin::Foreign,
         };

@@ -6,7 +6,7 @@
 //! before it could know of the failure, and sending it now would overtake the message that the other
 //! caller may send again.
 //!
-//! Messages without a key go out at once.
+//! Messages without a key go out at once. Where a key's queue is chosen among several, [`Entries`] chooses.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -18,20 +18,23 @@ use laneway_actors::port::{Destination, Outgoing, PublishError, Publisher};
 use laneway_actors::{ContextPublisher, Encoding, Envelope, OrderingKey};
 use tokio::sync::oneshot;
 
+use crate::entries::{Entries, Resolved};
 use crate::routing::Routes;
 
 /// Publishes for a bus and its handlers.
 pub(crate) struct BusPublisher {
     pub(crate) routes: Routes,
+    entries: Entries,
     port: Arc<dyn Publisher>,
     gates: Arc<Gates>,
     closed: AtomicBool,
 }
 
 impl BusPublisher {
-    pub(crate) fn new(routes: Routes, port: Arc<dyn Publisher>) -> Self {
+    pub(crate) fn new(routes: Routes, entries: Entries, port: Arc<dyn Publisher>) -> Self {
         Self {
             routes,
+            entries,
             port,
             gates: Arc::default(),
             closed: AtomicBool::new(false),
@@ -54,24 +57,23 @@ impl BusPublisher {
         if self.closed.load(Ordering::Acquire) {
             return Box::pin(async { Err(PublishError::ShutDown) });
         }
+        let resolved = self.resolve(destination, key_header, &mut envelope, key.as_ref());
+        let Resolved { destination, gate } = match resolved {
+            Ok(resolved) => resolved,
+            Err(error) => return Box::pin(async move { Err(error) }),
+        };
         let port = Arc::clone(&self.port);
-        let Some(key) = key else {
-            let outgoing = Outgoing {
-                destination,
-                envelope,
-                key: None,
-            };
+        let outgoing = Outgoing {
+            destination,
+            envelope,
+            key,
+        };
+        let Some(gate) = gate else {
             return Box::pin(async move { port.publish(outgoing).await });
         };
-        envelope.set_key(key_header, &key);
         let gates = Arc::clone(&self.gates);
         Box::pin(async move {
-            let turn = gates.enter(&key).await?;
-            let outgoing = Outgoing {
-                destination,
-                envelope,
-                key: Some(key),
-            };
+            let turn = gates.enter(&gate).await?;
             let result = port.publish(outgoing).await;
             match &result {
                 Ok(()) => turn.pass_on(),
@@ -80,6 +82,29 @@ impl BusPublisher {
             }
             result
         })
+    }
+
+    /// Stamps the key into the header that carries it there, and finds the queue of the key.
+    fn resolve(
+        &self,
+        destination: Destination,
+        key_header: &str,
+        envelope: &mut Envelope,
+        key: Option<&OrderingKey>,
+    ) -> Result<Resolved, PublishError> {
+        let entry = self.entries.find(&destination);
+        let entry = entry.map_err(|why| PublishError::Refused(format!("not sent: {why}")))?;
+        if let Some(key) = key {
+            let known = entry.and_then(|entry| entry.key_header());
+            envelope.set_key(known.map_or(key_header, |known| known), key);
+        }
+        match entry {
+            Some(entry) => entry.resolve(envelope, key),
+            None => Ok(Resolved {
+                destination,
+                gate: key.cloned(),
+            }),
+        }
     }
 }
 

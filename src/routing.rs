@@ -8,6 +8,8 @@ use std::sync::Arc;
 use laneway_actors::port::Destination;
 use laneway_actors::{Encoding, Keyed, Message, OrderingKey, Problem, header};
 
+use crate::entries::Entries;
+
 /// Describes where messages of type `T` are published to.
 pub struct RouteBuilder<T> {
     destination: Option<Destination>,
@@ -30,7 +32,9 @@ impl<T: Message> RouteBuilder<T> {
         }
     }
 
-    /// To a queue, by its name.
+    /// To a queue, by its name. To a [sharded queue](crate::Topology::sharded_queue) and to a
+    /// [consistent-hash exchange](crate::Topology::consistent_hash_exchange) in the same way: the message's
+    /// key chooses the queue. A message without a key goes to any of them.
     #[must_use]
     pub fn to_queue(mut self, queue: &str) -> Self {
         self.destination = Some(Destination::Queue(queue.into()));
@@ -111,11 +115,13 @@ impl Routes {
         self.by_type.get(message_type)
     }
 
-    /// Adds a route. `header_of_queue` gives the header by which an endpoint of this bus orders a queue.
+    /// Adds a route. `header_of_queue` gives the header by which an endpoint of this bus orders a queue;
+    /// `entries` are the queues that are reached together.
     pub(crate) fn add<T: Message>(
         &mut self,
         route: RouteBuilder<T>,
         header_of_queue: impl Fn(&str) -> Option<Arc<str>>,
+        entries: &Entries,
         problems: &mut Vec<Problem>,
     ) {
         let setting = format!("publishes::<{}>", T::TYPE);
@@ -124,6 +130,29 @@ impl Routes {
             problems.push(Problem::new("", setting, what));
             return;
         };
+        let entry = match entries.find(&destination) {
+            Ok(entry) => entry,
+            Err(why) => {
+                problems.push(Problem::new("", setting, why));
+                return;
+            }
+        };
+        if let Some(entry) = entry {
+            if route.key.is_some() && !entry.takes_key() {
+                let what = "the exchange hashes by a property, so a key would not choose the queue; remove `keyed_by`, or use `hash_header(…)`";
+                problems.push(Problem::new("", setting, what));
+                return;
+            }
+            if let (Some(said), Some(known)) = (&route.key_header, entry.key_header())
+                && said != known
+            {
+                let what = format!(
+                    "`{said}` is not the header by which the queue is chosen and ordered; use `{known}`, or remove `key_header`"
+                );
+                problems.push(Problem::new("", setting, what));
+                return;
+            }
+        }
         let default_header = || match &destination {
             Destination::Queue(queue) => header_of_queue(queue),
             _ => None,

@@ -23,6 +23,8 @@ pub mod header {
     pub const ORDERING_KEY: &str = "laneway-key";
     /// Id of the message whose handler published this one.
     pub const CAUSATION_ID: &str = "laneway-causation-id";
+    /// Mapping epoch of the consistent-hash exchange through which a message was published.
+    pub const MAPPING: &str = "laneway-map";
     /// How many times a parked message was replayed; absent means never.
     pub const REPLAY: &str = "laneway-replay";
 }

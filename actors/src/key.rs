@@ -1,7 +1,8 @@
 //! The ordering key: what it is, how it is hashed, how it is kept out of logs.
 //!
-//! Owns the one function from key to lane. Promises that the same key goes to the same lane in
-//! every process and release ([`LaneIndex::of`], held by golden vectors), and that a key's value
+//! Owns the one function from key to lane, and the one from key to shard. Promises that the same key goes
+//! to the same lane and the same shard in every process and release ([`LaneIndex::of`],
+//! [`ShardIndex::of`], held by golden vectors), and that a key's value
 //! is never printed: [`OrderingKey`] has a `Debug` without the value, and no `Display`
 //! (invariant 11). Does not decide where a key comes from: that is [`KeySource`](crate::KeySource).
 
@@ -15,6 +16,10 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Seed of the hash that chooses a lane. Part of the format: never changed.
 const LANE_SEED: u64 = 0;
+
+/// Seed of the hash that chooses a shard. Part of the format: never changed. Another one than the lane's:
+/// the keys of one shard would else fill only some of its lanes.
+const SHARD_SEED: u64 = 0x6c61_6e65_7761_7931;
 
 /// What must stay in order: messages with equal keys are handled one after the other.
 ///
@@ -149,6 +154,47 @@ impl LaneIndex {
     }
 }
 
+/// How many shards a queue has, 1 to 1,000. Never changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardCount(NonZeroU32);
+
+impl ShardCount {
+    /// The most shards that a queue can have: names are numbered with three digits, and a session for each
+    /// is more than one instance should hold long before that.
+    pub const MOST: u32 = 1_000;
+
+    /// A number of shards, if it is 1 to 1,000.
+    pub fn new(count: u32) -> Option<Self> {
+        let count = NonZeroU32::new(count)?;
+        (count.get() <= Self::MOST).then_some(Self(count))
+    }
+
+    /// The number.
+    pub fn get(self) -> u32 {
+        self.0.get()
+    }
+}
+
+/// Which shard of its queue, counted from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShardIndex(u32);
+
+impl ShardIndex {
+    /// The shard of `key` among `count`: `(xxh3_64(key, seed 0x6c616e6577617931) × count) >> 64`.
+    ///
+    /// The same in every process and release, and for publishers in any language.
+    pub fn of(key: &OrderingKey, count: ShardCount) -> Self {
+        let hash = xxh3_64_with_seed(key.as_bytes(), SHARD_SEED);
+        let wide = u128::from(hash) * u128::from(count.get());
+        Self((wide >> 64) as u32)
+    }
+
+    /// The number, as an index.
+    pub fn get(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// What stands for a key wherever a person or another program can read it: 16 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint(u64);
@@ -253,6 +299,52 @@ mod tests {
             );
             assert_eq!(found, (of_8, of_256), "key {:?}", key.as_bytes());
         }
+    }
+
+    fn shards(count: u32) -> ShardCount {
+        ShardCount::new(count).expect("tests use a number that is allowed")
+    }
+
+    /// Golden vectors, computed with the Python package `xxhash`: a release that changes one of these
+    /// sends messages of a key to a shard where its earlier ones are not.
+    #[test]
+    fn a_key_has_the_same_shard_in_every_release() {
+        for (key, of_8, of_1000) in [
+            ("", 1, 177),
+            ("a", 0, 109),
+            ("42", 3, 430),
+            ("account-1", 6, 844),
+            ("account-2", 1, 237),
+        ] {
+            let key = OrderingKey::from(key);
+            let found = (
+                ShardIndex::of(&key, shards(8)).0,
+                ShardIndex::of(&key, shards(1000)).0,
+            );
+            assert_eq!(found, (of_8, of_1000), "key {:?}", key.as_bytes());
+        }
+    }
+
+    #[test]
+    fn the_keys_of_one_shard_fill_all_lanes() {
+        let mut hits = [0_u32; 8];
+        for number in 0..64_000_u32 {
+            let key = OrderingKey::from(number);
+            if ShardIndex::of(&key, shards(8)).get() == 3 {
+                hits[LaneIndex::of(&key, lanes(8)).get()] += 1;
+            }
+        }
+        assert!(
+            hits.iter().all(|&n| (800..1200).contains(&n)),
+            "uneven: {hits:?}"
+        );
+    }
+
+    #[test]
+    fn a_number_of_shards_is_bounded() {
+        assert_eq!(ShardCount::new(0), None);
+        assert_eq!(ShardCount::new(1_001), None);
+        assert_eq!(ShardCount::new(1_000).map(ShardCount::get), Some(1_000));
     }
 
     #[test]

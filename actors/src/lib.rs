@@ -18,10 +18,11 @@
 //! | **keyless** | a delivery without a key: it has no order |
 //! | **fingerprint** | what stands for a key wherever it can be read: [`Fingerprint`] |
 //! | **lane** | one of the fixed tracks of an endpoint in this process. A key hashes to one lane: [`LaneIndex::of`] |
-//! | **shard** | a broker's fixed slice of an endpoint's keys: a queue of which one instance at a time is active |
+//! | **shard** | one of the fixed slices of a sharded queue, a queue of its own; a key hashes to one shard: [`ShardIndex::of`] |
 //! | **member** | an instance of an endpoint over several shards, as the others of its group know it: [`port::MemberId`] |
 //! | **take / give** | subscribe to a shard, active or standing by / drain and close its session, so that the next subscriber becomes active: [`balance`] |
 //! | **heir** | the member that a shard should belong to and is given to |
+//! | **mapping epoch** | identity of the key-to-queue map of a consistent-hash exchange: [`MappingEpoch`] |
 //! | **credit** | permission to hold one more unsettled delivery (the broker's prefetch): `max_in_flight` |
 //! | **permit** | permission to run one handler: `concurrency` |
 //! | **attempt** | one run of the handler for a message, from 1, counted when the handler is about to start |
@@ -98,6 +99,7 @@ mod handler;
 mod holds;
 mod key;
 pub mod lane;
+mod mapping;
 mod message;
 mod observe;
 mod outcome;
@@ -120,9 +122,12 @@ pub use envelope::{
     header,
 };
 pub use handler::{Context, ContextPublisher, Failure, FailureKind, Handler, HandlerSet};
-pub use key::{Fingerprint, Fingerprints, Keyed, LaneCount, LaneIndex, OrderingKey};
+pub use key::{
+    Fingerprint, Fingerprints, Keyed, LaneCount, LaneIndex, OrderingKey, ShardCount, ShardIndex,
+};
 pub use lane::machine::HoldEnd;
 pub use lane::{LaneAddr, SendError};
+pub use mapping::{MappingEpoch, MappingWatch};
 pub use message::{CodecError, Encoding, Message};
 pub use observe::{
     EndpointSnapshot, EndpointState, Event, EventKind, Events, HoldOver, WaitReason, WaitingKey,

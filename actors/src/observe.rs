@@ -11,6 +11,7 @@ use crate::envelope::MessageId;
 use crate::handler::FailureKind;
 use crate::key::Fingerprint;
 use crate::lane::machine::HoldEnd;
+use crate::mapping::MappingEpoch;
 use crate::outcome::{Outcome, PoisonReason};
 use crate::session::SessionId;
 
@@ -161,6 +162,14 @@ pub enum EventKind {
         /// Whether the correlation id stood in for it; otherwise the message has no order.
         fallback: bool,
     },
+    /// A message was published under another map of keys to queues than this endpoint's: while the map of a
+    /// consistent-hash exchange changes, the order of a key is not kept. Once per foreign epoch.
+    MappingChanged {
+        /// The endpoint's own mapping epoch.
+        own: MappingEpoch,
+        /// The message's.
+        seen: MappingEpoch,
+    },
     /// One of Laneway's own actors panicked: a bug in Laneway. It was restarted.
     ActorRestarted {
         /// Which actor.
@@ -273,6 +282,9 @@ pub struct EndpointSnapshot {
     pub keyless: u64,
     /// Sessions lost since the start.
     pub reconnects: u64,
+    /// Messages that were sent under another map of keys to queues than the endpoint's own (a consistent-hash
+    /// exchange whose queues have changed): their keys may be out of order.
+    pub mapping_changes: u64,
 }
 
 impl EndpointSnapshot {

@@ -3,6 +3,9 @@
 #[doc = include_str!("ordering.md")]
 pub mod ordering {}
 
+#[doc = include_str!("affinity.md")]
+pub mod affinity {}
+
 #[doc = include_str!("failure.md")]
 pub mod failure {}
 

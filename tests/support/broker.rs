@@ -40,19 +40,23 @@ pub struct PrivateBroker {
 }
 
 impl PrivateBroker {
-    /// Starts a node and waits until it takes connections.
+    /// Starts a node with the consistent-hash exchange, and waits until it takes connections.
     pub fn start() -> Self {
+        Self::with_plugins("[rabbitmq_consistent_hash_exchange].\n")
+    }
+
+    /// Starts a node without any plugin.
+    pub fn plain() -> Self {
+        Self::with_plugins("[].\n")
+    }
+
+    fn with_plugins(plugins: &str) -> Self {
         let name = unique("broker");
         let folder = std::env::temp_dir().join(&name);
         fs::create_dir_all(&folder).expect("the temporary folder is writable");
         write_secret(&folder.join(".erlang.cookie"), "laneway-private-broker");
-        for empty in ["env.conf", "enabled_plugins"] {
-            let content = if empty == "enabled_plugins" {
-                "[].\n"
-            } else {
-                ""
-            };
-            fs::write(folder.join(empty), content).expect("writable");
+        for (file, content) in [("env.conf", ""), ("enabled_plugins", plugins)] {
+            fs::write(folder.join(file), content).expect("writable");
         }
         let [port, distribution_port, epmd_port] = free_ports();
         // The node would start a port mapper by itself, but as a daemon that outlives it.

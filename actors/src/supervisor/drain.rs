@@ -61,6 +61,8 @@ impl EndpointSupervisor {
             broken,
             over: false,
         });
+        // The goodbye, so that others stand by before the sessions are closed.
+        self.review_subscriptions();
         self.tell_lanes(|| ToLane::DrainAll(rest));
         for shard in 0..self.shards.len() {
             self.give(shard);

@@ -147,6 +147,7 @@ pub(super) fn snapshot_of(endpoint: &Endpoint, state: EndpointState) -> Endpoint
         state,
         in_flight: 0,
         shards: Vec::new(),
+        mapping_changes: 0,
         credits: u32::from(endpoint.config.credits),
         running: endpoint.permits.taken() as usize,
         lane_depth: Vec::new(),

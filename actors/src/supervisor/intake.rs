@@ -7,6 +7,7 @@ use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, HeaderValue};
 use crate::key::{LaneIndex, OrderingKey};
 use crate::lane::ToLane;
+use crate::mapping::MappingEpoch;
 use crate::observe::EventKind;
 use crate::outcome::Outcome;
 
@@ -45,6 +46,11 @@ impl EndpointSupervisor {
                 }
                 finished.record(delivery.identity(), ending.outcome);
                 continue;
+            }
+            if let Some(watch) = &mut self.mapping
+                && let Some(seen) = watch.look(&delivery.envelope().headers)
+            {
+                report_mapping(&self.endpoint, watch.own(), seen);
             }
             if ordered {
                 resolve_key(&self.endpoint, &mut delivery);
@@ -116,6 +122,18 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         });
     }
     delivery.key = fallback;
+}
+
+/// The map from keys to queues has changed: once for each map that is not the endpoint's own.
+fn report_mapping(endpoint: &Endpoint, own: MappingEpoch, seen: MappingEpoch) {
+    tracing::warn!(
+        endpoint = %endpoint.config.name,
+        queue = %endpoint.queue,
+        %own,
+        %seen,
+        "a message was sent under another map of keys to queues: while maps differ, keys may be out of order"
+    );
+    endpoint.emit(EventKind::MappingChanged { own, seen });
 }
 
 fn least_loaded(loads: &[usize]) -> usize {

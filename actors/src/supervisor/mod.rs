@@ -28,10 +28,12 @@ use actix::{
 };
 use tokio::sync::{oneshot, watch};
 
+use crate::balance::{Decision, Subscriptions};
 use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, Identity};
 use crate::key::LaneIndex;
 use crate::lane::{LaneGate, LaneLink, Mail, ToLane};
+use crate::mapping::MappingWatch;
 use crate::observe::{EndpointSnapshot, EndpointState, EventKind};
 use crate::outcome::Outcome;
 use crate::port::SourceError;
@@ -72,6 +74,8 @@ pub(crate) enum FromLane {
     PoisonHandlerDied,
     /// The carrier of the mail for lanes has panicked too often.
     CarrierDied,
+    /// The balancer has panicked too often.
+    BalancerDied,
 }
 
 /// A message that has ended.
@@ -108,6 +112,11 @@ struct Drain {
     within: Duration,
 }
 
+/// What the balance of the group wants.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Rebalance(Decision);
+
 /// An item of the source's stream: a batch, an error, or (without either) the end.
 struct FromSource {
     shard: usize,
@@ -139,6 +148,9 @@ pub struct EndpointSupervisor {
     dead_lanes: Vec<LaneIndex>,
     first_session: Vec<oneshot::Sender<Result<(), String>>>,
     first_result: Option<Result<(), String>>,
+    /// What the balancer is told.
+    subscriptions: watch::Sender<Subscriptions>,
+    mapping: Option<MappingWatch>,
     drain: Option<Draining>,
     state: watch::Sender<EndpointState>,
 }
@@ -267,6 +279,8 @@ impl Actor for EndpointSupervisor {
             self.open_wanted(ctx);
             // The timer of a pause is gone with the context that panicked.
             self.resume_when_over(ctx);
+            self.review_state();
+            self.review_subscriptions();
         }
     }
 }
@@ -396,6 +410,9 @@ impl Handler<FromLane> for EndpointSupervisor {
             FromLane::PoisonHandlerDied => {
                 self.fail("the poison handler panicked too often".to_owned(), ctx);
             }
+            FromLane::BalancerDied => {
+                self.fail("the balancer panicked too often".to_owned(), ctx);
+            }
             FromLane::CarrierDied => {
                 self.fail(
                     "the carrier of the lanes' mail panicked too often".to_owned(),
@@ -403,6 +420,22 @@ impl Handler<FromLane> for EndpointSupervisor {
                 );
             }
         }
+    }
+}
+
+impl Handler<Rebalance> for EndpointSupervisor {
+    type Result = ();
+
+    fn handle(&mut self, Rebalance(decision): Rebalance, ctx: &mut Context<Self>) {
+        for shard in decision.subscribe {
+            self.shards[shard].wanted = true;
+            self.open(shard, ctx);
+        }
+        for shard in decision.give {
+            self.shards[shard].wanted = false;
+            self.give(shard);
+        }
+        self.review_state();
     }
 }
 
@@ -475,6 +508,7 @@ impl Handler<AskSupervisor> for EndpointSupervisor {
     fn handle(&mut self, _: AskSupervisor, _: &mut Context<Self>) -> Self::Result {
         let mut snapshot = handle::snapshot_of(&self.endpoint, *self.state.borrow());
         snapshot.shards = self.shards.iter().map(Shard::snapshot).collect();
+        snapshot.mapping_changes = self.mapping.as_ref().map_or(0, MappingWatch::differing);
         snapshot.in_flight = self.shards.iter().map(Shard::in_flight).sum();
         let lanes = Arc::clone(&self.lanes);
         Box::pin(async move {

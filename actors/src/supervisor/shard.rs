@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use actix::{ActorFutureExt, AsyncContext, Context, WrapFuture};
 use futures::StreamExt;
 
+use crate::balance::Subscriptions;
 use crate::lane::ToLane;
 use crate::observe::{EndpointState, EventKind, ShardSnapshot};
 use crate::policy::Backoff;
@@ -216,6 +217,7 @@ impl EndpointSupervisor {
                         .chain(futures::stream::iter([of_session(None)])),
                 );
                 self.review_state();
+                self.review_subscriptions();
                 self.endpoint.emit(EventKind::Connected {
                     queue,
                     session,
@@ -245,6 +247,24 @@ impl EndpointSupervisor {
         }
         self.first_result.get_or_insert(result);
         self.review_state();
+    }
+
+    /// Tells the group what this instance has. What is being given is not told any more, from before its lanes
+    /// hear of it: others give a shard to us only if we keep it.
+    pub(super) fn review_subscriptions(&self) {
+        let kept = |(number, shard): (usize, &Shard)| {
+            let live = shard.live.as_ref().filter(|_| shard.giving.is_none())?;
+            Some((number, live.opened))
+        };
+        let now = Subscriptions {
+            shards: self.shards.iter().enumerate().filter_map(kept).collect(),
+            willing: self.drain.is_none() && self.paused_until.is_none(),
+        };
+        self.subscriptions.send_if_modified(|before| {
+            let changed = *before != now;
+            *before = now;
+            changed
+        });
     }
 
     /// Running as long as every session that should be there is, or is being opened for the first time.
@@ -315,6 +335,7 @@ impl EndpointSupervisor {
         for lane in live.book.outstanding_lanes() {
             self.loads[lane] -= 1;
         }
+        self.review_subscriptions();
         self.endpoint.counters.reconnects.add(1);
         // Whatever the other side still believes of this session, it shall end there too.
         ctx.spawn(async move { live.control.close().await }.into_actor(self));
@@ -342,6 +363,7 @@ impl EndpointSupervisor {
             closing: false,
             aborted: false,
         });
+        self.review_subscriptions();
         self.tell_lanes(|| ToLane::Drain(session));
     }
 
@@ -417,6 +439,7 @@ impl EndpointSupervisor {
             self.give(number);
         }
         self.review_state();
+        self.review_subscriptions();
         self.endpoint.emit(EventKind::Paused { pause });
         self.resume_when_over(ctx);
     }
@@ -433,6 +456,7 @@ impl EndpointSupervisor {
                 if this.paused_until == Some(until) {
                     this.paused_until = None;
                     this.review_state();
+                    this.review_subscriptions();
                     this.endpoint.emit(EventKind::Resumed);
                     this.open_wanted(ctx);
                 }

@@ -9,8 +9,9 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use crate::config::{EndpointConfig, EndpointSettings, Problem};
 use crate::handler::{ContextPublisher, HandlerSet};
 use crate::key::Fingerprints;
+use crate::mapping::MappingEpoch;
 use crate::observe::Events;
-use crate::port::{Parking, Source};
+use crate::port::{Membership, Parking, Source};
 
 /// Everything an endpoint is made of.
 pub struct EndpointSpec {
@@ -22,6 +23,12 @@ pub struct EndpointSpec {
     /// Where deliveries come from: one source, or one for each shard, in the order of the shards. A key must
     /// come from one and the same.
     pub sources: Vec<Arc<dyn Source>>,
+    /// The group of the instances that share the sources out among them. `None`: this instance subscribes to
+    /// all of them.
+    pub membership: Option<Arc<dyn Membership>>,
+    /// The map from keys to sources that this endpoint knows, where it can change: messages that were sent under
+    /// another one are counted and reported.
+    pub mapping: Option<MappingEpoch>,
     /// Where poison messages go.
     pub parking: Option<Arc<dyn Parking>>,
     /// Its handlers.
@@ -57,6 +64,8 @@ impl EndpointSpec {
             settings,
             queue,
             sources,
+            membership: None,
+            mapping: None,
             parking: None,
             handlers,
             publisher: None,

@@ -7,18 +7,21 @@ use std::sync::atomic::AtomicBool;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
+use crate::balance::Subscriptions;
+use crate::balancer::{Balancer, BalancerSpec};
 use crate::config::Problem;
 use crate::endpoint::{Counters, Endpoint};
 use crate::holds::Holds;
 use crate::key::LaneIndex;
 use crate::lane::{Lane, LaneGate, LaneLink, Mail};
+use crate::mapping::MappingWatch;
 use crate::observe::{EndpointState, EventKind};
 use crate::permits::Permits;
 use crate::poison::PoisonHandler;
 use crate::restart;
 
 use super::shard::{Shard, split_credits};
-use super::{EndpointHandle, EndpointSpec, EndpointSupervisor, FromLane};
+use super::{EndpointHandle, EndpointSpec, EndpointSupervisor, FromLane, Rebalance};
 
 impl EndpointSupervisor {
     /// Starts an endpoint in the current thread's actix `System`.
@@ -59,8 +62,11 @@ impl EndpointSupervisor {
             config,
         });
         let shards = spec.sources.into_iter().zip(credits);
-        let shards = shards.map(|(source, credits)| Shard::new(source, credits, true));
+        // In a group the balance says which.
+        let all = spec.membership.is_none();
+        let shards = shards.map(|(source, credits)| Shard::new(source, credits, all));
         let shards: Vec<_> = shards.collect();
+        let (subscriptions, subscribed) = watch::channel(Subscriptions::default());
         let draining_flag = Arc::new(AtomicBool::new(false));
         let index = |lane: usize| LaneIndex::new(u32::try_from(lane).unwrap_or(u32::MAX));
         let threads = spec.arbiters.len().max(1);
@@ -96,7 +102,10 @@ impl EndpointSupervisor {
             paused_until: None,
             dead_lanes: Vec::new(),
             first_session: Vec::new(),
-            first_result: None,
+            // In a group nothing may be to open, and that is no reason to wait.
+            first_result: (!all).then_some(Ok(())),
+            subscriptions,
+            mapping: spec.mapping.map(MappingWatch::new),
             drain: None,
             state,
         };
@@ -128,6 +137,18 @@ impl EndpointSupervisor {
                 died(FromLane::PoisonHandlerDied),
             )
         };
+        if let Some(membership) = spec.membership {
+            let supervisor = addr.clone();
+            Balancer::start(BalancerSpec {
+                membership,
+                endpoint: Arc::clone(&endpoint.config.name),
+                shards: endpoint.queues.len(),
+                intensity,
+                subscriptions: subscribed,
+                decide: Box::new(move |decision| supervisor.do_send(Rebalance(decision))),
+                died: Box::new(died(FromLane::BalancerDied)),
+            });
+        }
         for (number, mail) in mails.iter().enumerate() {
             let arbiter = spec.arbiters.get(number);
             mail.start_carrier(arbiter, intensity, died(FromLane::CarrierDied));

@@ -3,17 +3,20 @@
 //! Owns the registry. It is locked before a queue and never while holding one; opening a session
 //! happens under it, so that [`MemoryBroker::make_unreachable`] misses none.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::pin::pin;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use laneway_actors::port::{
     Joined, Membership, ParkedMessages, Parking, Publisher, Source, SourceError,
 };
 use laneway_actors::{Envelope, SessionState};
 use tokio::sync::Notify;
 
+use super::exchange::Exchange;
 use super::live_queue::LiveQueue;
 use super::membership::{Groups, MemoryMembership};
 use super::parked::MemoryParked;
@@ -22,18 +25,8 @@ use super::publisher::MemoryPublisher;
 use super::queue::{ConsumerId, QueueStatus};
 use super::source::MemorySource;
 use super::topology::{Arguments, refused};
-use crate::topology::{ParkingSpec, QueueSpec};
+use crate::topology::{ExchangeKind, ExchangeSpec, ParkingSpec, QueueSpec, Topology};
 use crate::transport::Transport;
-
-/// How an exchange chooses among the queues that are bound to it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ExchangeKind {
-    /// Every bound queue gets a copy.
-    Fanout,
-    /// Every queue bound with exactly the message's routing key gets a copy.
-    Direct,
-}
 
 /// The embedded broker: a handle, cheap to clone; the messages live as long as one of its handles,
 /// sources, sessions or publishers does.
@@ -53,16 +46,10 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct Registry {
+pub(super) struct Registry {
     unreachable: bool,
     queues: HashMap<Arc<str>, Arc<LiveQueue>>,
     exchanges: HashMap<String, Exchange>,
-}
-
-struct Exchange {
-    kind: ExchangeKind,
-    /// Bound queues by name with their routing keys; sorted, because that is the order of locking.
-    bindings: BTreeMap<Arc<str>, BTreeSet<String>>,
 }
 
 /// Where a message is to go.
@@ -86,7 +73,7 @@ impl MemoryBroker {
         registry.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn registry_mut(&self) -> RwLockWriteGuard<'_, Registry> {
+    pub(super) fn registry_mut(&self) -> RwLockWriteGuard<'_, Registry> {
         let registry = &self.shared.registry;
         registry.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -113,12 +100,12 @@ impl MemoryBroker {
             .iter()
             .filter_map(|(name, wanted)| {
                 let existing = registry.queues.get(*name)?;
-                Some(existing.arguments().differences(*wanted, name))
+                Some(existing.arguments().differences(wanted, name))
             })
             .flatten()
             .collect();
         if let Some(parking) = &queue.parking {
-            problems.extend(registry.kind_differs(&parking.exchange, ExchangeKind::Fanout));
+            problems.extend(registry.differences(&parking_exchange(parking)));
         }
         if !problems.is_empty() {
             return Err(problems);
@@ -128,7 +115,7 @@ impl MemoryBroker {
             registry.add_queue(name, arguments);
         }
         if let Some(parking) = &queue.parking {
-            registry.add_exchange(&parking.exchange, ExchangeKind::Fanout);
+            registry.add_exchange(parking_exchange(parking));
             registry.bind(&parking.exchange, &parking.queue, "");
         }
         drop(registry);
@@ -147,6 +134,7 @@ impl MemoryBroker {
         if let Some(ParkingSpec {
             exchange,
             queue: parked,
+            ..
         }) = &queue.parking
         {
             if !registry.queues.contains_key(parked.as_str()) {
@@ -154,7 +142,13 @@ impl MemoryBroker {
             }
             match registry.exchanges.get(exchange) {
                 None => problems.push(refused(missing_exchange(exchange))),
-                Some(_) => problems.extend(registry.kind_differs(exchange, ExchangeKind::Fanout)),
+                Some(known) if known.spec.kind != ExchangeKind::Fanout => {
+                    problems.push(refused(format!(
+                        "exchange `{exchange}` exists with type = {}, but fanout is needed: choose another name",
+                        known.spec.kind.name()
+                    )));
+                }
+                Some(_) => {}
             }
         }
         if problems.is_empty() {
@@ -164,16 +158,18 @@ impl MemoryBroker {
         }
     }
 
-    /// Declares an exchange. Declaring it again changes nothing.
+    /// Declares a durable exchange. Declaring it again changes nothing. One that hashes is declared by a
+    /// topology, which says by what.
     ///
     /// # Errors
     /// [`SourceError::Refused`] when it exists with another kind.
     pub fn declare_exchange(&self, exchange: &str, kind: ExchangeKind) -> Result<(), SourceError> {
+        let spec = ExchangeSpec::of_kind_named(exchange, kind);
         let mut registry = self.registry_mut();
-        match registry.kind_differs(exchange, kind) {
+        match registry.differences(&spec).into_iter().next() {
             Some(error) => Err(error),
             None => {
-                registry.add_exchange(exchange, kind);
+                registry.add_exchange(spec);
                 Ok(())
             }
         }
@@ -324,7 +320,7 @@ impl MemoryBroker {
     /// # Errors
     /// Why it was refused.
     pub(super) fn send(&self, route: Route<'_>, message: Arc<Envelope>) -> Result<(), String> {
-        let mut targets = self.registry().targets(route)?;
+        let mut targets = self.registry().targets(route, &message)?;
         let full = match targets.pop() {
             Some(only) if targets.is_empty() => {
                 only.publish(message).map_err(|_| Arc::clone(only.name()))
@@ -340,7 +336,7 @@ impl MemoryBroker {
 }
 
 impl Registry {
-    fn reachable(&self) -> Result<(), SourceError> {
+    pub(super) fn reachable(&self) -> Result<(), SourceError> {
         if self.unreachable {
             return Err(SourceError::Unavailable {
                 what: UNREACHABLE.to_owned(),
@@ -357,37 +353,42 @@ impl Registry {
         }
     }
 
-    fn add_exchange(&mut self, name: &str, kind: ExchangeKind) {
+    pub(super) fn add_exchange(&mut self, spec: ExchangeSpec) {
         self.exchanges
-            .entry(name.to_owned())
-            .or_insert_with(|| Exchange {
-                kind,
-                bindings: BTreeMap::new(),
-            });
+            .entry(spec.name.clone())
+            .or_insert_with(|| Exchange::new(spec));
+    }
+
+    pub(super) fn has_exchange(&self, name: &str) -> bool {
+        self.exchanges.contains_key(name)
+    }
+
+    pub(super) fn has_queue(&self, name: &str) -> bool {
+        self.queues.contains_key(name)
+    }
+
+    /// What an exchange of this identity says, if it is there.
+    pub(super) fn alternate_of(&self, exchange: &str) -> Option<&str> {
+        self.exchanges.get(exchange)?.spec.alternate.as_deref()
     }
 
     /// Whether the exchange exists, and so the binding does now.
-    fn bind(&mut self, exchange: &str, queue: &str, routing_key: &str) -> bool {
+    pub(super) fn bind(&mut self, exchange: &str, queue: &str, routing_key: &str) -> bool {
         let Some(exchange) = self.exchanges.get_mut(exchange) else {
             return false;
         };
-        let keys = exchange.bindings.entry(queue.into()).or_default();
-        keys.insert(routing_key.to_owned());
+        exchange.bind(queue, routing_key);
         true
     }
 
-    fn kind_differs(&self, exchange: &str, wanted: ExchangeKind) -> Option<SourceError> {
-        let kind = self.exchanges.get(exchange)?.kind;
-        (kind != wanted).then(|| {
-            refused(format!(
-                "exchange `{exchange}` exists with type = {kind:?}, but {wanted:?} is needed: \
-                 choose another name"
-            ))
-        })
+    /// In what an exchange that exists differs.
+    pub(super) fn differences(&self, wanted: &ExchangeSpec) -> Vec<SourceError> {
+        let known = self.exchanges.get(&wanted.name);
+        known.map_or_else(Vec::new, |known| known.differences(wanted))
     }
 
     /// The queues a route leads to, sorted by name; at least one.
-    fn targets(&self, route: Route<'_>) -> Result<Vec<Arc<LiveQueue>>, String> {
+    fn targets(&self, route: Route<'_>, message: &Envelope) -> Result<Vec<Arc<LiveQueue>>, String> {
         if self.unreachable {
             return Err(UNREACHABLE.to_owned());
         }
@@ -406,35 +407,60 @@ impl Registry {
                 return Ok(vec![Arc::clone(found)]);
             }
         };
-        let known = self
+        let mut known = self
             .exchanges
             .get(exchange)
             .ok_or_else(|| missing_exchange(exchange))?;
-        let targets: Vec<_> = known
-            .bindings
-            .iter()
-            .filter(|(_, keys)| known.kind == ExchangeKind::Fanout || keys.contains(routing_key))
-            .filter_map(|(queue, _)| self.queues.get(queue).cloned())
-            .collect();
-        if targets.is_empty() {
-            // Without the routing key: it may be an ordering key, which no error may show.
-            return Err(format!("no queue bound to exchange `{exchange}` takes it"));
+        if known.spec.internal {
+            return Err(format!(
+                "exchange `{exchange}` is internal: nobody publishes to it"
+            ));
         }
-        Ok(targets)
+        // Alternate exchanges may lead in a circle, so each is asked once.
+        let mut asked = BTreeSet::new();
+        while asked.insert(&known.spec.name) {
+            let names = known.targets(routing_key, message).into_iter();
+            let targets: Vec<_> = names
+                .filter_map(|queue| self.queues.get(queue).cloned())
+                .collect();
+            if !targets.is_empty() {
+                return Ok(targets);
+            }
+            let alternate = known.spec.alternate.as_ref();
+            match alternate.and_then(|name| self.exchanges.get(name)) {
+                Some(alternate) => known = alternate,
+                None => break,
+            }
+        }
+        // Without the routing key: it may be an ordering key, which no error may show.
+        Err(format!("no queue bound to exchange `{exchange}` takes it"))
     }
+}
+
+fn parking_exchange(parking: &ParkingSpec) -> ExchangeSpec {
+    ExchangeSpec::of_kind_named(&parking.exchange, ExchangeKind::Fanout)
 }
 
 const UNREACHABLE: &str = "the embedded broker was made unreachable";
 
-fn missing_queue(queue: &str) -> SourceError {
+pub(super) fn missing_queue(queue: &str) -> SourceError {
     refused(format!("queue `{queue}` does not exist"))
 }
 
-fn missing_exchange(exchange: &str) -> String {
+pub(super) fn missing_exchange(exchange: &str) -> String {
     format!("exchange `{exchange}` does not exist")
 }
 
 impl Transport for MemoryBroker {
+    fn topology_problems(&self, topology: &Topology) -> Vec<String> {
+        super::topology::problems(topology)
+    }
+
+    fn apply<'a>(&'a self, topology: &Topology) -> BoxFuture<'a, Result<(), Vec<SourceError>>> {
+        let plan = topology.plan();
+        async move { self.apply_plan(&plan) }.boxed()
+    }
+
     fn source(&self, queue: &QueueSpec) -> Arc<dyn Source> {
         Arc::new(MemorySource::new(self.clone(), queue.clone()))
     }

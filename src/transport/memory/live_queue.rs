@@ -78,11 +78,13 @@ impl Inner {
 
 impl LiveQueue {
     pub(super) fn new(name: &str, arguments: Arguments) -> Arc<Self> {
+        let mut queue = Queue::new(arguments.single_active_consumer);
+        queue.limit_length(arguments.max_length());
         Arc::new(Self {
             name: name.into(),
             arguments,
             inner: Mutex::new(Inner {
-                queue: Queue::new(arguments.single_active_consumer),
+                queue,
                 sessions: Vec::new(),
                 watchers: 0,
             }),
@@ -94,8 +96,8 @@ impl LiveQueue {
         &self.name
     }
 
-    pub(super) fn arguments(&self) -> Arguments {
-        self.arguments
+    pub(super) fn arguments(&self) -> &Arguments {
+        &self.arguments
     }
 
     /// A panic under the lock cannot leave the state half changed in a way that matters more than

@@ -49,7 +49,9 @@
 //! # }
 //! ```
 
+mod apply;
 mod broker;
+mod exchange;
 mod live_queue;
 mod membership;
 mod parked;
@@ -59,5 +61,6 @@ mod queue;
 mod source;
 mod topology;
 
-pub use broker::{ExchangeKind, MemoryBroker};
+pub use crate::topology::ExchangeKind;
+pub use broker::MemoryBroker;
 pub use queue::QueueStatus;

@@ -6,7 +6,7 @@
 
 use std::net::Shutdown;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_rs::TokioRuntime;
@@ -24,6 +24,7 @@ use tracing::{info, warn};
 
 use super::sending::Pool;
 use super::settings::Valid;
+use super::version::Version;
 
 /// What a connection is for. Consuming and publishing never share one: an alarm at the broker
 /// blocks a connection that publishes, acknowledgements included (FACTS 9).
@@ -76,6 +77,8 @@ pub(super) struct Live {
     blocked: watch::Receiver<Option<String>>,
     /// Channels to publish on.
     pub(super) pool: Pool,
+    /// The broker's version, once it was asked.
+    pub(super) version: OnceLock<Version>,
 }
 
 impl Live {
@@ -291,6 +294,7 @@ pub(super) async fn open(
             Purpose::Announcing => 1,
         }),
         connection,
+        version: OnceLock::new(),
         address,
         socket,
         retired,
@@ -337,12 +341,17 @@ async fn watch_events(
     dead.cancel();
 }
 
+/// A socket to the broker, with TLS where the URL asks for it.
+type Stream = AsyncTcpStream<<TokioRuntime as Reactor>::TcpStream>;
+
+/// Opens a socket for who speaks AMQP by himself.
+pub(super) async fn dial(settings: &Valid, handle: &Handle) -> std::io::Result<Stream> {
+    let runtime = TokioRuntime::tokio_with_handle(handle.clone());
+    reach(settings.uri.clone(), runtime, Socket::default()).await
+}
+
 /// Opens the socket and keeps a second handle on it.
-async fn reach(
-    uri: AMQPUri,
-    runtime: TokioRuntime,
-    socket: Socket,
-) -> std::io::Result<AsyncTcpStream<<TokioRuntime as Reactor>::TcpStream>> {
+async fn reach(uri: AMQPUri, runtime: TokioRuntime, socket: Socket) -> std::io::Result<Stream> {
     let host = uri.authority.host.clone();
     let addresses = runtime.to_socket_addrs((host.clone(), uri.authority.port));
     let stream = runtime.tcp_connect(addresses).await?;

@@ -53,6 +53,8 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use laneway_actors::Problem;
 use laneway_actors::port::{Membership, ParkedMessages, Parking, Publisher, Source, SourceError};
 
@@ -65,6 +67,8 @@ use self::source::QueueSource;
 use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
+mod apply;
+mod asker;
 mod connection;
 mod core;
 mod membership;
@@ -77,6 +81,7 @@ mod session;
 mod settings;
 mod source;
 mod topology;
+mod version;
 
 pub use self::settings::{InvalidSetting, redact};
 
@@ -207,8 +212,9 @@ impl RabbitMq {
     }
 
     /// Deletes the declared queues of a topology **with every message in them**, their parking queues
-    /// and parking exchanges. Queues that somebody else owns ([`Topology::existing_queue`]) and
-    /// their parking places are left alone. What does not exist counts as deleted.
+    /// and parking exchanges, and the declared exchanges. What somebody else owns
+    /// ([`Topology::existing_queue`]), parking places included, is left alone. What does not exist counts
+    /// as deleted.
     ///
     /// For tests and tools: a running program has no reason to delete its queues, and a quorum queue
     /// must not be deleted and declared again while it has consumers.
@@ -217,17 +223,10 @@ impl RabbitMq {
     /// The first of what could not be deleted; the rest is deleted all the same.
     pub async fn delete(&self, topology: &Topology) -> Result<(), SourceError> {
         let core = self.core().map_err(|why| source::refused(why, None))?;
-        let declared = topology.queues().iter().filter(|queue| queue.declared);
-        let declared: Vec<_> = declared.cloned().collect();
+        let plan = topology.plan();
         let deleting = {
             let core = Arc::clone(&core);
-            async move {
-                let mut result = Ok(());
-                for queue in &declared {
-                    result = result.and(topology::delete(&core, queue).await);
-                }
-                result
-            }
+            async move { apply::remove(&core, &plan).await }
         };
         let answer = core.run(deleting).await;
         answer.unwrap_or_else(|| Err(source::stopped()))
@@ -273,6 +272,22 @@ impl Transport for RabbitMq {
         invalid
             .map(|found| Problem::new("", format!("RabbitMq::{}", found.setting), found.problem))
             .collect()
+    }
+
+    fn apply<'a>(&'a self, topology: &Topology) -> BoxFuture<'a, Result<(), Vec<SourceError>>> {
+        let plan = topology.plan();
+        async move {
+            let core = self
+                .core()
+                .map_err(|why| vec![source::refused(why, None)])?;
+            let applying = {
+                let core = Arc::clone(&core);
+                async move { apply::apply(&core, &plan).await }
+            };
+            let answer = core.run(applying).await;
+            answer.unwrap_or_else(|| Err(vec![source::stopped()]))
+        }
+        .boxed()
     }
 
     fn source(&self, queue: &QueueSpec) -> Arc<dyn Source> {

@@ -3,46 +3,54 @@
 //! Owns the full list of arguments with which a queue is declared. What the application declares
 //! is created, or compared with what is there: the broker compares an active declaration argument
 //! by argument, and absent is not the same as false (FACTS 16). What somebody else owns is asked for
-//! passively, which proves only that it exists. Each question uses a channel of its own, because a
-//! refusal closes the channel on which it was asked.
+//! passively, which proves only that it exists. Exchanges and bindings are in [`apply`](super::apply).
 
-use std::future::Future;
 use std::sync::Arc;
 
 use laneway_actors::port::SourceError;
 use lapin::options::{
-    ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions,
-    QueueDeleteOptions,
+    ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use lapin::{Channel, ErrorKind, ExchangeKind};
-use tokio::time::timeout;
+use lapin::{ErrorKind, ExchangeKind};
 use tracing::debug;
 
+use super::asker::Asker;
 use super::connection::{LinkError, Live, Purpose, said};
 use super::core::Core;
 use super::properties::short;
 use super::source::{refused, unavailable};
-use crate::topology::{ParkingSpec, QueueSpec, QueueType};
+use crate::topology::{
+    ArgumentValue, Arguments, DELIVERY_LIMIT, ParkingSpec, QUEUE_TYPE, QueueSpec, QueueType,
+    SINGLE_ACTIVE_CONSUMER,
+};
 
 /// Checks a queue and its parking place; creates what is declared and missing. To be called on the
 /// own runtime.
 pub(super) async fn verify(core: &Core, spec: &QueueSpec) -> Result<(), Vec<SourceError>> {
-    let live = administrative(core).await.map_err(|why| vec![why])?;
+    let mut asker = Asker::on(core).await.map_err(|why| vec![why])?;
+    verify_with(&mut asker, spec).await
+}
+
+/// The same, with an asker that has more to ask.
+pub(super) async fn verify_with(
+    asker: &mut Asker<'_>,
+    spec: &QueueSpec,
+) -> Result<(), Vec<SourceError>> {
     let mut problems = Vec::new();
     let mut note = |result: Result<(), SourceError>| problems.extend(result.err());
 
-    note(queue(core, &live, spec).await);
+    note(queue(asker, spec).await);
     if let Some(parking) = &spec.parking {
-        let exchange = exchange(core, &live, spec, parking).await;
-        let queue = parking_queue(core, &live, spec, parking).await;
+        let exchange = exchange(asker, spec, parking).await;
+        let queue = parking_queue(asker, spec, parking).await;
         let both = exchange.is_ok() && queue.is_ok();
         note(exchange);
         note(queue);
         // Whether an exchange that somebody else owns leads anywhere cannot be asked; parking finds
         // out, because its messages are mandatory.
         if both && spec.declared {
-            note(bind(core, &live, parking).await);
+            note(bind(asker, parking).await);
         }
     }
     if problems.is_empty() {
@@ -53,47 +61,52 @@ pub(super) async fn verify(core: &Core, spec: &QueueSpec) -> Result<(), Vec<Sour
     }
 }
 
-/// The arguments of a declared queue, all of them.
-fn arguments(spec: &QueueSpec) -> FieldTable {
-    let mut arguments = type_argument(spec.queue_type);
+/// Arguments in AMQP's types.
+pub(super) fn table(arguments: &Arguments) -> FieldTable {
+    let mut table = FieldTable::default();
+    for (name, value) in arguments {
+        let value = match value {
+            ArgumentValue::Text(text) => AMQPValue::LongString(text.as_str().into()),
+            ArgumentValue::Integer(number) => AMQPValue::LongLongInt(*number),
+            ArgumentValue::Bool(truth) => AMQPValue::Boolean(*truth),
+        };
+        table.insert(name.as_str().into(), value);
+    }
+    table
+}
+
+/// The arguments of a declared queue, all of them. `unlimited`: the broker's own delivery limit is lifted.
+fn arguments(spec: &QueueSpec, unlimited: bool) -> FieldTable {
+    let mut arguments = spec.arguments.clone();
     if spec.single_active_consumer {
-        arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
+        arguments.insert(SINGLE_ACTIVE_CONSUMER.to_owned(), true.into());
     }
-    arguments
+    // A classic queue has no type argument, so that queues declared by others compare equal.
+    if spec.queue_type == QueueType::Quorum {
+        arguments.insert(QUEUE_TYPE.to_owned(), "quorum".into());
+        if unlimited {
+            arguments.insert(DELIVERY_LIMIT.to_owned(), UNLIMITED.into());
+        }
+    }
+    table(&arguments)
 }
 
-/// A classic queue has no type argument, so that queues declared by others compare equal.
-fn type_argument(queue_type: QueueType) -> FieldTable {
-    let mut arguments = FieldTable::default();
-    if queue_type == QueueType::Quorum {
-        arguments.insert(
-            "x-queue-type".into(),
-            AMQPValue::LongString("quorum".into()),
-        );
-    }
-    arguments
+/// No delivery limit, for brokers that have one of their own.
+const UNLIMITED: i64 = -1;
+
+/// Whether the broker's own delivery limit must not apply: RabbitMQ 4 removes what a quorum queue has taken
+/// back 20 times, and each lost session counts for everything that it held (FACTS 15).
+fn wants_unlimited(spec: &QueueSpec) -> bool {
+    spec.declared
+        && spec.queue_type == QueueType::Quorum
+        && !spec.gaps_accepted
+        && !spec.arguments.contains_key(DELIVERY_LIMIT)
 }
 
-async fn queue(core: &Core, live: &Live, spec: &QueueSpec) -> Result<(), SourceError> {
-    let options = QueueDeclareOptions {
-        passive: !spec.declared,
-        durable: spec.durable,
-        ..QueueDeclareOptions::default()
-    };
-    let name = named("queue", &spec.name)?;
-    let arguments = arguments(spec);
-    ask(
-        core,
-        live,
-        &format!("queue `{}`", spec.name),
-        async |channel| {
-            channel
-                .queue_declare(name, options, arguments)
-                .await
-                .map(drop)
-        },
-    )
-    .await
+async fn queue(asker: &mut Asker<'_>, spec: &QueueSpec) -> Result<(), SourceError> {
+    let unlimited = wants_unlimited(spec) && asker.has_limit_of_its_own(&spec.name).await?;
+    let what = format!("queue `{}`", spec.name);
+    declare(asker, &what, &spec.name, spec, arguments(spec, unlimited)).await
 }
 
 /// Whether a declared queue is there and is what was declared. To be called on the own runtime, before each
@@ -106,21 +119,44 @@ pub(super) async fn verify_again(core: &Core, spec: &QueueSpec) -> Result<(), So
     if !spec.declared {
         return Ok(()); // the broker tells no arguments
     }
-    let live = administrative(core).await?;
+    let mut asker = Asker::on(core).await?;
     let name = named("queue", &spec.name)?;
     let what = format!("queue `{}`", spec.name);
-    ask(core, &live, &what, async |channel| {
-        let options = QueueDeclareOptions::default().passive();
-        let asked = channel.queue_declare(name, options, FieldTable::default());
-        asked.await.map(drop)
-    })
-    .await?;
-    queue(core, &live, spec).await
+    asker
+        .ask(&what, async |channel| {
+            let options = QueueDeclareOptions::default().passive();
+            let asked = channel.queue_declare(name, options, FieldTable::default());
+            asked.await.map(drop)
+        })
+        .await?;
+    queue(&mut asker, spec).await
+}
+
+async fn declare(
+    asker: &mut Asker<'_>,
+    what: &str,
+    name: &str,
+    spec: &QueueSpec,
+    arguments: FieldTable,
+) -> Result<(), SourceError> {
+    let options = QueueDeclareOptions {
+        passive: !spec.declared,
+        durable: spec.durable,
+        ..QueueDeclareOptions::default()
+    };
+    let name = named("queue", name)?;
+    asker
+        .ask(what, async |channel| {
+            channel
+                .queue_declare(name, options, arguments)
+                .await
+                .map(drop)
+        })
+        .await
 }
 
 async fn exchange(
-    core: &Core,
-    live: &Live,
+    asker: &mut Asker<'_>,
     spec: &QueueSpec,
     parking: &ParkingSpec,
 ) -> Result<(), SourceError> {
@@ -131,89 +167,52 @@ async fn exchange(
     };
     let name = named("parking exchange", &parking.exchange)?;
     let what = format!("parking exchange `{}`", parking.exchange);
-    ask(core, live, &what, async |channel| {
-        channel
-            .exchange_declare(name, ExchangeKind::Fanout, options, FieldTable::default())
-            .await
-    })
-    .await
+    asker
+        .ask(&what, async |channel| {
+            channel
+                .exchange_declare(name, ExchangeKind::Fanout, options, FieldTable::default())
+                .await
+        })
+        .await
 }
 
 async fn parking_queue(
-    core: &Core,
-    live: &Live,
+    asker: &mut Asker<'_>,
     spec: &QueueSpec,
     parking: &ParkingSpec,
 ) -> Result<(), SourceError> {
-    let options = QueueDeclareOptions {
-        passive: !spec.declared,
-        durable: true,
-        ..QueueDeclareOptions::default()
+    let Some(mut parked) = spec.parking_queue() else {
+        return Ok(());
     };
-    let name = named("parking queue", &parking.queue)?;
-    let arguments = type_argument(spec.queue_type);
+    parked.declared = spec.declared;
+    let unlimited = wants_unlimited(&parked) && asker.has_limit_of_its_own(&parked.name).await?;
     let what = format!("parking queue `{}`", parking.queue);
-    ask(core, live, &what, async |channel| {
-        channel
-            .queue_declare(name, options, arguments)
-            .await
-            .map(drop)
-    })
-    .await
+    let arguments = arguments(&parked, unlimited);
+    declare(asker, &what, &parking.queue, &parked, arguments).await
 }
 
-async fn bind(core: &Core, live: &Live, parking: &ParkingSpec) -> Result<(), SourceError> {
+async fn bind(asker: &mut Asker<'_>, parking: &ParkingSpec) -> Result<(), SourceError> {
     let queue = named("parking queue", &parking.queue)?;
     let exchange = named("parking exchange", &parking.exchange)?;
     let what = format!(
         "binding of parking queue `{}` to exchange `{}`",
         parking.queue, parking.exchange
     );
-    ask(core, live, &what, async |channel| {
-        let options = QueueBindOptions::default();
-        let key = ShortString::default();
-        channel
-            .queue_bind(queue, exchange, key, options, FieldTable::default())
-            .await
-    })
-    .await
-}
-
-/// Asks one question on a channel of its own, within the operation time-out.
-async fn ask<F>(
-    core: &Core,
-    live: &Live,
-    what: &str,
-    question: impl FnOnce(Channel) -> F,
-) -> Result<(), SourceError>
-where
-    F: Future<Output = Result<(), lapin::Error>>,
-{
-    let bound = core.settings.operation_timeout;
-    let asking = async {
-        let channel = live.connection.create_channel().await?;
-        question(channel.clone()).await?;
-        // It answered; whether it closes in order does not matter.
-        let _ = channel.close(200, "verified".into()).await;
-        Ok(())
-    };
-    match timeout(bound, asking).await {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(why)) => Err(source_error(what, why)),
-        Err(_) => {
-            live.retire();
-            Err(unavailable(
-                format!("{what}: the broker did not answer within {bound:?}"),
-                None,
-            ))
-        }
-    }
+    asker
+        .ask(&what, async |channel| {
+            let options = QueueBindOptions::default();
+            let key = ShortString::default();
+            channel
+                .queue_bind(queue, exchange, key, options, FieldTable::default())
+                .await
+        })
+        .await
 }
 
 /// How many messages are ready in a queue, and how many consumers it has. To be called on the own
 /// runtime.
 pub(super) async fn count(core: &Core, queue: &str) -> Result<(u32, u32), SourceError> {
-    let live = administrative(core).await?;
+    let mut asker = Asker::on(core).await?;
     let name = named("queue", queue)?;
     let options = QueueDeclareOptions {
         passive: true,
@@ -221,48 +220,38 @@ pub(super) async fn count(core: &Core, queue: &str) -> Result<(u32, u32), Source
     };
     let mut count = (0, 0);
     let what = format!("queue `{queue}`");
-    ask(core, &live, &what, async |channel| {
-        let declared = channel
-            .queue_declare(name, options, FieldTable::default())
-            .await?;
-        count = (declared.message_count(), declared.consumer_count());
-        Ok(())
-    })
-    .await?;
+    asker
+        .ask(&what, async |channel| {
+            let declared = channel
+                .queue_declare(name, options, FieldTable::default())
+                .await?;
+            count = (declared.message_count(), declared.consumer_count());
+            Ok(())
+        })
+        .await?;
     Ok(count)
 }
 
-/// Deletes a declared queue with what it holds, and its parking place. To be called on the own
-/// runtime.
-pub(super) async fn delete(core: &Core, spec: &QueueSpec) -> Result<(), SourceError> {
-    let live = administrative(core).await?;
-    let mut result = delete_queue(core, &live, &spec.name).await;
+/// Deletes a queue with what it holds, and its parking queue. To be called on the own runtime.
+pub(super) async fn delete(asker: &mut Asker<'_>, spec: &QueueSpec) -> Result<(), SourceError> {
+    let mut result = delete_queue(asker, &spec.name).await;
     if let Some(parking) = &spec.parking {
-        result = result.and(delete_queue(core, &live, &parking.queue).await);
-        result = result.and(delete_exchange(core, &live, &parking.exchange).await);
+        result = result.and(delete_queue(asker, &parking.queue).await);
+        result = result.and(super::apply::delete_exchange(asker, &parking.exchange).await);
     }
     result
 }
 
-async fn delete_exchange(core: &Core, live: &Live, exchange: &str) -> Result<(), SourceError> {
-    let name = named("parking exchange", exchange)?;
-    let what = format!("parking exchange `{exchange}`");
-    ask(core, live, &what, async |channel| {
-        let options = ExchangeDeleteOptions::default();
-        channel.exchange_delete(name, options).await
-    })
-    .await
-}
-
 /// A queue that does not exist counts as deleted.
-async fn delete_queue(core: &Core, live: &Live, queue: &str) -> Result<(), SourceError> {
+async fn delete_queue(asker: &mut Asker<'_>, queue: &str) -> Result<(), SourceError> {
     let name = named("queue", queue)?;
     let what = format!("queue `{queue}`");
-    ask(core, live, &what, async |channel| {
-        let options = QueueDeleteOptions::default();
-        channel.queue_delete(name, options).await.map(drop)
-    })
-    .await
+    asker
+        .ask(&what, async |channel| {
+            let options = QueueDeleteOptions::default();
+            channel.queue_delete(name, options).await.map(drop)
+        })
+        .await
 }
 
 /// The connection on which questions are asked, and announcements heard.
@@ -300,6 +289,11 @@ pub(super) fn source_error(what: &str, why: lapin::Error) -> SourceError {
         ),
         406 => refused(
             format!("{what} is there, and differs from what is declared ({said})"),
+            Some(why),
+        ),
+        // Not worth another try: the broker closes the whole connection for what it does not know.
+        503 => refused(
+            format!("{what}: the broker does not know how to do this ({said})"),
             Some(why),
         ),
         _ => unavailable(format!("{what}: {said}"), Some(why)),
