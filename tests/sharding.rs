@@ -1,0 +1,139 @@
+//! Several instances share the shards of one queue: all of them work, a key is in order across all of them,
+//! and shards move when instances come, go, pause or die.
+
+use std::time::Duration;
+
+use laneway::prelude::*;
+use laneway::testing::OrderLedger;
+use laneway::{EndpointBuilder, EndpointSnapshot, EventKind};
+
+#[path = "support/orders.rs"]
+mod support;
+#[path = "support/workload.rs"]
+mod workload;
+use support::{ORDERS, Seen, snapshot, started, stop, within};
+use workload::{KEY_HEADER, Numbered, Scripted};
+
+const SHARDS: u32 = 8;
+
+/// An instance of a program whose endpoint shares 8 shards with the others on the same broker.
+async fn instance(
+    broker: &MemoryBroker,
+    ledger: &OrderLedger,
+    describe: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
+) -> Bus {
+    let handler = Scripted::succeeding(ledger, Duration::from_millis(1));
+    let builder = Bus::builder()
+        .memory(broker.clone())
+        .topology(|t| t.sharded_queue(ORDERS, SHARDS, |q| q.durable().parking("dlx", "parked")))
+        .endpoint(ORDERS, |e| {
+            describe(
+                e.ordered_by_header(KEY_HEADER)
+                    .transport_affinity(TransportAffinity::Sharded)
+                    .handler(handler),
+            )
+        })
+        .publishes::<Numbered>(|r| r.to_queue(ORDERS).keyed_by(|m| m.key.clone()));
+    started(builder).await
+}
+
+fn subscribed(state: &EndpointSnapshot) -> usize {
+    state.shards.iter().filter(|shard| shard.subscribed).count()
+}
+
+/// Waits until these instances have as many shards as is said here, in any order.
+async fn shares(instances: &[&Bus], expected: &[usize]) {
+    within(&format!("shares of {expected:?}"), async {
+        loop {
+            let mut shares = Vec::new();
+            for instance in instances {
+                shares.push(subscribed(&snapshot(instance).await));
+            }
+            shares.sort_unstable();
+            if shares == expected {
+                return;
+            }
+            // The balance takes seconds; a snapshot is cheap.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+}
+
+async fn publish(bus: &Bus, ledger: &OrderLedger, messages: std::ops::Range<u64>) {
+    for number in messages {
+        let message = Numbered {
+            key: format!("key-{}", number % 50),
+            seq: number / 50 + 1,
+        };
+        bus.publish(&message).await.expect("published");
+        ledger.published(&message.key, message.seq);
+    }
+}
+
+async fn all_empty(broker: &MemoryBroker) {
+    for shard in 0..SHARDS {
+        let queue = format!("{ORDERS}-{shard:03}");
+        within("an empty shard", broker.wait_empty(&queue)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn shards_move_in_order_as_instances_join_leave_and_die() {
+    let broker = MemoryBroker::new();
+    let ledger = OrderLedger::in_memory();
+    let first = instance(&broker, &ledger, |e| e).await;
+    shares(&[&first], &[8]).await;
+    let seen = Seen::of(&first);
+    let publishing = {
+        let (bus, ledger) = (first.clone(), ledger.clone());
+        tokio::spawn(async move {
+            for round in 0..200 {
+                publish(&bus, &ledger, round * 100..(round + 1) * 100).await;
+                // Spread over the time that the moves take.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        })
+    };
+    let second = instance(&broker, &ledger, |e| e).await;
+    shares(&[&first, &second], &[4, 4]).await;
+    let third = instance(&broker, &ledger, |e| e).await;
+    shares(&[&first, &second, &third], &[2, 3, 3]).await;
+    stop(&second).await;
+    shares(&[&first, &third], &[4, 4]).await;
+    // Like a crash: nothing is drained.
+    drop(third);
+    shares(&[&first], &[8]).await;
+    within("everything to be published", publishing)
+        .await
+        .expect("published");
+    all_empty(&broker).await;
+    let gave = |kind: &EventKind| matches!(kind, EventKind::SessionClosed { .. });
+    assert!(seen.count(gave) >= 5, "{:?}", seen.all());
+    stop(&first).await;
+    let figures = ledger.figures().expect("in memory");
+    assert_eq!((figures.lost, figures.inversions), (0, 0), "{figures:?}");
+    // Only the crash may leave any.
+    assert!(figures.duplicates <= 128, "{figures:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_instances_than_shards_leave_some_of_them_ready_and_idle() {
+    let broker = MemoryBroker::new();
+    let ledger = OrderLedger::in_memory();
+    let mut all = Vec::new();
+    for _ in 0..9 {
+        all.push(instance(&broker, &ledger, |e| e).await);
+    }
+    let instances: Vec<_> = all.iter().collect();
+    shares(&instances, &[0, 1, 1, 1, 1, 1, 1, 1, 1]).await;
+    publish(&all[0], &ledger, 0..500).await;
+    all_empty(&broker).await;
+    for bus in &all {
+        assert!(snapshot(bus).await.is_healthy());
+        stop(bus).await;
+    }
+    let figures = ledger.figures().expect("in memory");
+    figures.assert_ordered();
+    assert_eq!((figures.handled, figures.duplicates), (500, 0));
+}
