@@ -18,6 +18,10 @@
 //! | **keyless** | a delivery without a key: it has no order |
 //! | **fingerprint** | what stands for a key wherever it can be read: [`Fingerprint`] |
 //! | **lane** | one of the fixed tracks of an endpoint in this process. A key hashes to one lane: [`LaneIndex::of`] |
+//! | **shard** | a broker's fixed slice of an endpoint's keys: a queue of which one instance at a time is active |
+//! | **member** | an instance of an endpoint over several shards, as the others of its group know it: [`port::MemberId`] |
+//! | **take / give** | subscribe to a shard, active or standing by / drain and close its session, so that the next subscriber becomes active: [`balance`] |
+//! | **heir** | the member that a shard should belong to and is given to |
 //! | **credit** | permission to hold one more unsettled delivery (the broker's prefetch): `max_in_flight` |
 //! | **permit** | permission to run one handler: `concurrency` |
 //! | **attempt** | one run of the handler for a message, from 1, counted when the handler is about to start |
@@ -43,7 +47,8 @@
 //!  ├─ ConfigActor            boot: checks the world before anything starts
 //!  └─ EndpointSupervisor *   owns the source's sessions, the credits, the acknowledgements, the drain
 //!      ├─ Lane × N           performs what its lane machine decides; handlers run as tasks elsewhere
-//!      └─ PoisonHandler      park, confirm, acknowledge, barrier; then the lane releases the key
+//!      ├─ PoisonHandler      park, confirm, acknowledge, barrier; then the lane releases the key
+//!      └─ Balancer           with several shards: hears the group, decides what to take and what to give
 //! ```
 //! A handler's panic is a failed attempt and goes no further. An actor that panics itself, which is a bug
 //! of Laneway, is restarted with its mailbox ([`restart`]); after a lane's restart the session is given up,
@@ -84,6 +89,8 @@
 //! with the right index, and during a drain everything is. (The mailbox of an actix actor is no bound.)
 //! The example `actix_embedding` shows it.
 
+pub mod balance;
+mod balancer;
 pub mod config;
 mod endpoint;
 mod envelope;
@@ -104,6 +111,7 @@ mod session;
 mod settlement;
 mod supervisor;
 
+pub use balancer::{Balancer, BalancerSpec};
 pub use config::{
     ConfigActor, EndpointConfig, EndpointSettings, KeySource, PoisonMode, Problem, VerifyWorld,
 };

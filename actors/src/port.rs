@@ -1,8 +1,11 @@
-//! What the outside must provide: sources with their sessions, a parking place, a publisher.
+//! What the outside must provide: sources with their sessions, a parking place, a publisher, and for
+//! endpoints over several shards a membership.
 //!
 //! The traits here are all that a broker or a store has to implement; `laneway` implements them
 //! for RabbitMQ and for the embedded broker. One conformance suite holds every adapter to them.
 
+use std::collections::BTreeSet;
+use std::fmt;
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
@@ -261,4 +264,97 @@ pub enum PublishError {
     /// Not sent: the bus has been shut down.
     #[error("not published: the bus has been shut down")]
     ShutDown,
+}
+
+/// How the instances that share the shards of one endpoint learn of one another.
+///
+/// Correctness never rests on it: which instance is active on a shard is the broker's decision. A
+/// membership that is slow, deaf or silent costs evenness, not order.
+pub trait Membership: Send + Sync + 'static {
+    /// Name of the group, for logs and errors.
+    fn name(&self) -> &str;
+
+    /// Joins the group. Announcements of before are not heard. Cancelling the future joins nothing.
+    ///
+    /// # Errors
+    /// When the group cannot be reached or refuses; the caller tries again after a pause.
+    fn join(&self) -> BoxFuture<'_, Result<Joined, SourceError>>;
+
+    /// Which of these shards no session is open on, at this moment, whoever might have opened it.
+    /// Costs one question to the broker per shard.
+    ///
+    /// # Errors
+    /// When the broker cannot be reached, or a shard does not exist; then nothing is known of any.
+    fn unattended(
+        &self,
+        shards: BTreeSet<usize>,
+    ) -> BoxFuture<'_, Result<BTreeSet<usize>, SourceError>>;
+}
+
+/// One life of a place in a group.
+pub struct Joined {
+    /// What members announce, **the own announcements included**: they are the proof that the group can be
+    /// heard. Those of one member come in their order; any may be lost, and old ones are dropped
+    /// before new ones when nobody reads. Ends when the connection is lost: then join again. Dropping it
+    /// leaves the group, which tells nobody.
+    pub heard: BoxStream<'static, Announcement>,
+    /// Speaks to the group.
+    pub announcer: Arc<dyn Announcer>,
+}
+
+/// Speaks to a group.
+pub trait Announcer: Send + Sync + 'static {
+    /// Announces to all who are members now, and resolves when it is sent or surely not heard any more;
+    /// never waits for ever. One at a time: of two that are under way together either may be first.
+    ///
+    /// # Errors
+    /// When it is not known to be sent. Trying again with the same announcement is harmless.
+    ///
+    /// # Cancellation
+    /// Dropping the future does not stop the announcement.
+    fn announce(&self, announcement: Announcement) -> BoxFuture<'static, Result<(), SourceError>>;
+}
+
+/// Names one instance of an endpoint, from its start to its end; never used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MemberId(u128);
+
+impl MemberId {
+    /// A new one, by chance.
+    pub fn unique() -> Self {
+        Self(uuid::Uuid::new_v4().as_u128())
+    }
+
+    /// From its number, as an adapter read it.
+    pub const fn from_u128(number: u128) -> Self {
+        Self(number)
+    }
+
+    /// Its number.
+    pub const fn as_u128(self) -> u128 {
+        self.0
+    }
+}
+
+/// 32 hexadecimal digits.
+impl fmt::Display for MemberId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// What an instance tells the others of its group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Announcement {
+    /// Who speaks.
+    pub member: MemberId,
+    /// Rises from one announcement of a member to the next. An older one says nothing any more.
+    pub sequence: u64,
+    /// Into how many shards the speaker believes the endpoint to be divided.
+    pub of: usize,
+    /// The shards on which it has a session, active or standing by. One that it is about to give is not
+    /// listed.
+    pub shards: BTreeSet<usize>,
+    /// Whether it wants shards. False is its goodbye: it drains, is paused or ends.
+    pub willing: bool,
 }
