@@ -19,6 +19,10 @@ impl Adapter for Memory {
         async move { self.broker.cut_sessions(queue) }.boxed()
     }
 
+    fn cut_members<'a>(&'a self, group: &'a str) -> BoxFuture<'a, ()> {
+        async move { self.broker.cut_members(group) }.boxed()
+    }
+
     fn remove_exchange<'a>(&'a self, exchange: &'a str) -> BoxFuture<'a, ()> {
         async move { self.broker.remove_exchange(exchange) }.boxed()
     }
@@ -31,3 +35,7 @@ async fn memory() -> impl Adapter {
 }
 
 laneway::conformance_suite!(memory);
+
+mod membership {
+    laneway::membership_conformance_suite!(super::memory);
+}

@@ -77,6 +77,7 @@ mod classic {
     }
 
     laneway::conformance_suite!(broker);
+    laneway::membership_conformance_suite!(broker);
 }
 
 mod quorum {
@@ -85,4 +86,5 @@ mod quorum {
     }
 
     laneway::conformance_suite!(broker);
+    laneway::membership_conformance_suite!(broker);
 }

@@ -34,6 +34,8 @@ use laneway_actors::{
 use crate::topology::{ParkingSpec, QueueSpec, Topology};
 use crate::transport::{Transport, provenance};
 
+pub mod membership;
+
 /// How long any single step may take before the case fails. Generous: a loaded machine is slow, and
 /// a case that passes never waits this long.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -54,6 +56,13 @@ pub trait Adapter: Send + Sync {
     /// up to them. The broker and the queue stay. It may cut publishing connections too: no case
     /// publishes after it.
     fn cut<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, ()>;
+
+    /// Ends, from the outside, the connection of every member of a group, so that they notice without
+    /// having asked for it. It may end their sessions too. By default it does what [`cut`](Self::cut)
+    /// does, for an adapter that cuts everything whatever it is given.
+    fn cut_members<'a>(&'a self, group: &'a str) -> BoxFuture<'a, ()> {
+        self.cut(group)
+    }
 
     /// Removes an exchange from the broker, from the outside. Resolves when it is gone.
     fn remove_exchange<'a>(&'a self, exchange: &'a str) -> BoxFuture<'a, ()>;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use laneway_actors::Problem;
-use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source};
+use laneway_actors::port::{Membership, ParkedMessages, Parking, Publisher, Source};
 
 use crate::topology::QueueSpec;
 
+mod announcements;
 pub mod memory;
 pub mod provenance;
 #[cfg(feature = "rabbitmq")]
@@ -27,6 +28,13 @@ pub trait Transport: Send + Sync + 'static {
 
     /// The messages in a queue's parking place. By default none can be looked at.
     fn parked(&self, _queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
+        None
+    }
+
+    /// The group of the instances that share the shards of an endpoint: `queues`, in the order of the
+    /// shards. Who gives the same name of a group must give the same queues. By default there are no
+    /// groups, and endpoints over several shards are refused.
+    fn membership(&self, _group: &str, _queues: &[String]) -> Option<Arc<dyn Membership>> {
         None
     }
 

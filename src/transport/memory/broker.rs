@@ -8,11 +8,14 @@ use std::fmt;
 use std::pin::pin;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source, SourceError};
+use laneway_actors::port::{
+    Joined, Membership, ParkedMessages, Parking, Publisher, Source, SourceError,
+};
 use laneway_actors::{Envelope, SessionState};
 use tokio::sync::Notify;
 
 use super::live_queue::LiveQueue;
+use super::membership::{Groups, MemoryMembership};
 use super::parked::MemoryParked;
 use super::parking::MemoryParking;
 use super::publisher::MemoryPublisher;
@@ -46,6 +49,7 @@ pub struct MemoryBroker {
 struct Shared {
     registry: RwLock<Registry>,
     queue_added: Notify,
+    groups: Groups,
 }
 
 #[derive(Default)]
@@ -214,7 +218,13 @@ impl MemoryBroker {
         }
     }
 
-    /// Cuts every session of every queue, and refuses everything with
+    /// Ends the place of every member of a group as if its connection had been cut. The sessions on
+    /// the shards stay.
+    pub fn cut_members(&self, group: &str) {
+        self.shared.groups.cut(group);
+    }
+
+    /// Cuts every session of every queue and every place in a group, and refuses everything with
     /// [`SourceError::Unavailable`] until [`make_reachable`](Self::make_reachable). Publishing and
     /// parking are refused as well: nothing was sent, and that is known.
     pub fn make_unreachable(&self) {
@@ -226,6 +236,7 @@ impl MemoryBroker {
         for queue in queues {
             queue.lose_all(UNREACHABLE);
         }
+        self.shared.groups.cut_all();
     }
 
     /// Ends what [`make_unreachable`](Self::make_unreachable) began.
@@ -281,6 +292,14 @@ impl MemoryBroker {
         registry.reachable()?;
         let live = registry.queues.get(queue);
         Ok(live.ok_or_else(|| missing_queue(queue))?.status())
+    }
+
+    /// Joins a group, under the registry's lock, so that [`make_unreachable`](Self::make_unreachable)
+    /// misses no place.
+    pub(super) fn join(&self, join: impl FnOnce(&Groups) -> Joined) -> Result<Joined, SourceError> {
+        let registry = self.registry();
+        registry.reachable()?;
+        Ok(join(&self.shared.groups))
     }
 
     /// Opens a session.
@@ -428,6 +447,10 @@ impl Transport for MemoryBroker {
     fn parked(&self, queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
         let parking = queue.parking_queue()?;
         Some(Arc::new(MemoryParked::new(self.clone(), parking)))
+    }
+
+    fn membership(&self, group: &str, queues: &[String]) -> Option<Arc<dyn Membership>> {
+        Some(Arc::new(MemoryMembership::new(self.clone(), group, queues)))
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {

@@ -18,6 +18,7 @@
 //!
 //! # As a test kit
 //! The broker also plays the faults of a real one: [`cut_sessions`](MemoryBroker::cut_sessions),
+//! [`cut_members`](MemoryBroker::cut_members),
 //! [`make_unreachable`](MemoryBroker::make_unreachable),
 //! [`remove_exchange`](MemoryBroker::remove_exchange),
 //! [`limit_length`](MemoryBroker::limit_length). Tests wait for what they expect with
@@ -50,6 +51,7 @@
 
 mod broker;
 mod live_queue;
+mod membership;
 mod parked;
 mod parking;
 mod publisher;

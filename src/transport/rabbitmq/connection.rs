@@ -32,6 +32,7 @@ pub(super) enum Purpose {
     Consuming,
     Publishing,
     Parking,
+    Announcing,
 }
 
 impl Purpose {
@@ -40,6 +41,7 @@ impl Purpose {
             Self::Consuming => "consuming",
             Self::Publishing => "publishing",
             Self::Parking => "parking",
+            Self::Announcing => "announcing",
         }
     }
 }
@@ -285,6 +287,8 @@ pub(super) async fn open(
             Purpose::Consuming => 0,
             Purpose::Publishing => settings.publisher_channels,
             Purpose::Parking => settings.parking_channels,
+            // One announcement at a time, the newest one next.
+            Purpose::Announcing => 1,
         }),
         connection,
         address,

@@ -27,6 +27,7 @@ pub(super) struct Core {
     consuming: Link,
     publishing: Link,
     parking: Link,
+    announcing: Link,
     /// Set by `close`; sessions watch it.
     pub(super) closing: CancellationToken,
 }
@@ -45,6 +46,7 @@ impl Core {
             consuming: Link::new(Purpose::Consuming),
             publishing: Link::new(Purpose::Publishing),
             parking: Link::new(Purpose::Parking),
+            announcing: Link::new(Purpose::Announcing),
             closing: CancellationToken::new(),
         }))
     }
@@ -93,14 +95,20 @@ impl Core {
             Purpose::Consuming => &self.consuming,
             Purpose::Publishing => &self.publishing,
             Purpose::Parking => &self.parking,
+            Purpose::Announcing => &self.announcing,
         }
     }
 
     fn take_lives(&self) -> Vec<Arc<Live>> {
-        [&self.consuming, &self.publishing, &self.parking]
-            .into_iter()
-            .filter_map(Link::take)
-            .collect()
+        [
+            &self.consuming,
+            &self.publishing,
+            &self.parking,
+            &self.announcing,
+        ]
+        .into_iter()
+        .filter_map(Link::take)
+        .collect()
     }
 }
 

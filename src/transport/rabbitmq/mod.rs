@@ -1,16 +1,17 @@
 //! RabbitMQ, over the AMQP 0-9-1 client `lapin`.
 //!
 //! Owns the connections to one broker and, through them, the ports: a [`Source`] per queue with
-//! its sessions, the [`Parking`] place of a queue, the [`Publisher`].
+//! its sessions, the [`Parking`] place of a queue, the [`Publisher`], and the [`Membership`] of the
+//! instances that share shards.
 //!
 //! ```text
 //!                 RabbitMq (handle, cheap to clone)
 //!                    │ owns a tokio runtime of its own, one worker thread
-//!    ┌───────────────┼───────────────────┐
-//! consuming       publishing          parking        one connection each
-//!    │               │                   │
-//! one channel     a pool of channels, one unconfirmed
-//! per session     message on each
+//!    ┌───────────────┼───────────────────┬──────────────┐
+//! consuming       publishing          parking       announcing     one connection each, opened
+//!    │               │                   │              │          when it is needed
+//! one channel     a pool of channels, one unconfirmed message on each
+//! per session
 //! ```
 //!
 //! # What it promises
@@ -53,9 +54,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use laneway_actors::Problem;
-use laneway_actors::port::{ParkedMessages, Parking, Publisher, Source, SourceError};
+use laneway_actors::port::{Membership, ParkedMessages, Parking, Publisher, Source, SourceError};
 
 use self::core::Core;
+use self::membership::GroupMembership;
 use self::parked::QueueParked;
 use self::parking::QueueParking;
 use self::publisher::BrokerPublisher;
@@ -65,6 +67,7 @@ use crate::transport::Transport;
 
 mod connection;
 mod core;
+mod membership;
 mod parked;
 mod parking;
 mod properties;
@@ -284,6 +287,10 @@ impl Transport for RabbitMq {
     fn parked(&self, queue: &QueueSpec) -> Option<Arc<dyn ParkedMessages>> {
         let parking = queue.parking_queue()?;
         Some(Arc::new(QueueParked::new(self.clone(), parking)))
+    }
+
+    fn membership(&self, group: &str, queues: &[String]) -> Option<Arc<dyn Membership>> {
+        Some(Arc::new(GroupMembership::new(self.clone(), group, queues)))
     }
 
     fn publisher(&self) -> Arc<dyn Publisher> {

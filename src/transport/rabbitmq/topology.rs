@@ -265,7 +265,8 @@ async fn delete_queue(core: &Core, live: &Live, queue: &str) -> Result<(), Sourc
     .await
 }
 
-async fn administrative(core: &Core) -> Result<Arc<Live>, SourceError> {
+/// The connection on which questions are asked, and announcements heard.
+pub(super) async fn administrative(core: &Core) -> Result<Arc<Live>, SourceError> {
     core.live(Purpose::Consuming)
         .await
         .map_err(|why| match why {
@@ -274,7 +275,7 @@ async fn administrative(core: &Core) -> Result<Arc<Live>, SourceError> {
         })
 }
 
-fn named(what: &str, name: &str) -> Result<ShortString, SourceError> {
+pub(super) fn named(what: &str, name: &str) -> Result<ShortString, SourceError> {
     short(name).map_err(|why| refused(format!("{what} `{name}`: {why}"), None))
 }
 
