@@ -65,6 +65,7 @@ use self::source::QueueSource;
 use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
+mod announcement;
 mod connection;
 mod core;
 mod membership;
