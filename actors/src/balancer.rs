@@ -27,7 +27,7 @@ use actix::{
 use futures::StreamExt;
 use tokio::sync::watch;
 
-use crate::balance::{ANNOUNCE_EVERY, Balance, Decision, LOOK_EVERY, Subscriptions};
+use crate::balance::{ANNOUNCE_EVERY, Balance, Decision, LISTEN, LOOK_EVERY, Subscriptions};
 use crate::policy::Backoff;
 use crate::port::{Announcement, Announcer, Joined, MemberId, Membership, SourceError};
 use crate::restart::{self, Intensity};
@@ -409,6 +409,10 @@ impl StreamHandler<FromGroup> for Balancer {
         self.warn_of_others(&announcement);
         self.balance.heard(&announcement, now());
         self.decide(false);
+        if announcement.member == self.me {
+            // Listening may end just then: what is decided at the start need not wait for the next tick.
+            ctx.run_later(LISTEN, |this, _| this.decide(false));
+        }
     }
 
     /// The end of one place is not the end of the balancer.

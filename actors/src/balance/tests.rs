@@ -181,6 +181,28 @@ fn a_shard_that_was_received_is_kept() {
 }
 
 #[test]
+fn what_was_taken_at_the_start_and_came_back_is_kept_like_anything_received() {
+    let mut one = One::new();
+    one.hear(ME, [], true);
+    let all = one.pass(LISTEN, &[]);
+    one.obey(&all);
+    let theirs = owned_by(OTHER);
+    one.hear(OTHER, theirs.clone(), true);
+    one.decide();
+    let given = one.pass(STABLE, &[(OTHER, &theirs)]);
+    one.obey(&given);
+    one.pass(ms(500), &[(OTHER, &theirs)]);
+    one.hear(OTHER, [], false);
+    let inherited = one.decide();
+    assert_eq!(inherited.subscribe, theirs);
+    one.obey(&inherited);
+
+    one.hear(OTHER, theirs.clone(), true);
+    one.decide();
+    assert!(one.pass(KEEP - ms(1), &[(OTHER, &theirs)]).is_empty());
+}
+
+#[test]
 fn a_member_that_is_not_heard_any_more_leaves_its_shards() {
     let mut one = One::new();
     one.hear(ME, [], true);

@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use tokio::sync::{broadcast, mpsc, oneshot};
 
 use super::*;
-use crate::balance::{EXPIRY, LISTEN, STABLE};
+use crate::balance::{EXPIRY, STABLE};
 
 const SHARDS: usize = 6;
 
@@ -219,7 +219,10 @@ fn one_instance_takes_everything_after_it_has_listened() {
         let mut one = Instance::start(&Group::new());
         one.has_come_to(SHARDS).await;
         let took = now() - started;
-        assert!((LISTEN..LISTEN * 2).contains(&took), "{took:?}");
+        assert!(
+            (LISTEN..LISTEN + Duration::from_millis(100)).contains(&took),
+            "{took:?}"
+        );
     });
 }
 

@@ -26,20 +26,20 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use laneway_actors::balance::EXPIRY;
-use laneway_actors::port::{Announcement, Announcer, Joined, MemberId, Membership, SourceError};
+use laneway_actors::port::{Announcement, Announcer, Joined, Membership, SourceError};
 use lapin::options::{
     BasicConsumeOptions, BasicQosOptions, ExchangeDeclareOptions, QueueBindOptions,
     QueueDeclareOptions,
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Consumer, ExchangeKind};
-use serde::{Deserialize, Serialize};
 use tokio::sync::broadcast;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::RabbitMq;
+use super::announcement::{decode, encode};
 use super::connection::{Live, Purpose};
 use super::core::Core;
 use super::sending::{Message, SendError, send};
@@ -335,7 +335,9 @@ impl Announcer for BrokerAnnouncer {
                 properties: BasicProperties::default()
                     .with_content_type("application/json".into())
                     .with_delivery_mode(1),
-                body: encode(&announcement)?,
+                body: encode(&announcement).map_err(|why| {
+                    refused(format!("the announcement cannot be encoded: {why}"), None)
+                })?,
             };
             let sending = {
                 let core = Arc::clone(&core);
@@ -351,56 +353,6 @@ impl Announcer for BrokerAnnouncer {
         }
         .boxed()
     }
-}
-
-/// The version of what is announced. A release that needs another form announces both for a while.
-const VERSION: u32 = 1;
-
-/// The form of an announcement.
-#[derive(Serialize, Deserialize)]
-struct Wire {
-    v: u32,
-    /// 32 hexadecimal digits: JSON's numbers are too small.
-    member: String,
-    sequence: u64,
-    of: usize,
-    shards: BTreeSet<usize>,
-    willing: bool,
-}
-
-#[derive(Deserialize)]
-struct WireVersion {
-    v: u32,
-}
-
-fn encode(announcement: &Announcement) -> Result<bytes::Bytes, SourceError> {
-    let wire = Wire {
-        v: VERSION,
-        member: announcement.member.to_string(),
-        sequence: announcement.sequence,
-        of: announcement.of,
-        shards: announcement.shards.clone(),
-        willing: announcement.willing,
-    };
-    serde_json::to_vec(&wire)
-        .map(Into::into)
-        .map_err(|why| refused(format!("the announcement cannot be encoded: {why}"), None))
-}
-
-fn decode(body: &[u8]) -> Result<Announcement, String> {
-    let version: WireVersion = serde_json::from_slice(body).map_err(|why| why.to_string())?;
-    if version.v != VERSION {
-        return Err(format!("version {}, known is {VERSION}", version.v));
-    }
-    let wire: Wire = serde_json::from_slice(body).map_err(|why| why.to_string())?;
-    let member = u128::from_str_radix(&wire.member, 16).map_err(|why| why.to_string())?;
-    Ok(Announcement {
-        member: MemberId::from_u128(member),
-        sequence: wire.sequence,
-        of: wire.of,
-        shards: wire.shards,
-        willing: wire.willing,
-    })
 }
 
 // ---- looking
@@ -447,40 +399,4 @@ async fn ask_all(
         }
     }
     Ok(deserted)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn announcement() -> Announcement {
-        Announcement {
-            member: MemberId::from_u128(0xab),
-            sequence: 7,
-            of: 4,
-            shards: BTreeSet::from([0, 3]),
-            willing: true,
-        }
-    }
-
-    #[test]
-    fn an_announcement_is_the_same_in_every_release() {
-        let body = encode(&announcement()).expect("plain data");
-        let text = std::str::from_utf8(&body).expect("JSON is text");
-        let expected = r#"{"v":1,"member":"000000000000000000000000000000ab","sequence":7,"of":4,"shards":[0,3],"willing":true}"#;
-        assert_eq!(text, expected);
-        assert_eq!(decode(&body), Ok(announcement()));
-    }
-
-    #[test]
-    fn what_cannot_be_read_says_why() {
-        for (body, why) in [
-            (r#"{"v":2,"anything":0}"#, "version 2, known is 1"),
-            (r#"{"v":1}"#, "missing field `member`"),
-            ("nonsense", "expected"),
-        ] {
-            let error = decode(body.as_bytes()).expect_err(body);
-            assert!(error.contains(why), "{error}");
-        }
-    }
 }

@@ -67,6 +67,7 @@ use self::source::QueueSource;
 use crate::topology::{QueueSpec, Topology};
 use crate::transport::Transport;
 
+mod announcement;
 mod apply;
 mod asker;
 mod connection;
