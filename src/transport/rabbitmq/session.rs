@@ -310,6 +310,17 @@ async fn round_trip(channel: &Channel, credits: u16) -> Result<(), lapin::Error>
     channel.basic_qos(credits, BasicQosOptions::default()).await
 }
 
+/// Why a channel is gone, and what to do about it where a setting is at fault.
+fn channel_lost(why: &lapin::Error) -> String {
+    let text = format!("the channel was lost: {why}");
+    if text.contains("delivery acknowledgement") && text.contains("timed out") {
+        return format!(
+            "{text}. The endpoint's `ack_timeout` is longer than the broker's `consumer_timeout`: lower the one or raise the other"
+        );
+    }
+    text
+}
+
 /// Held by the stream and the control: when both are gone, nobody can settle, and the session closes.
 struct Owner(Arc<Shared>);
 
@@ -396,7 +407,7 @@ async fn watch_over(keeper: &Keeper) -> Option<String> {
                 // The time of the question counts: the answer may have lain in a buffer while this
                 // process was stopped.
                 Ok(Ok(())) => keeper.state.prove(asked),
-                Ok(Err(why)) => return format!("the channel was lost: {why}"),
+                Ok(Err(why)) => return channel_lost(&why),
                 Err(_) => {
                     // New sessions get another connection; the other sessions on this one find out
                     // for themselves.
@@ -445,7 +456,7 @@ impl Session for ChannelSession {
                 let closing = life.closing;
                 drop(life);
                 if !closing {
-                    shared.lose(format!("the channel was lost: {why}"));
+                    shared.lose(channel_lost(&why));
                 }
                 return;
             }
@@ -502,7 +513,7 @@ impl Deliveries {
                     batch.push(self.reader.read(delivery));
                 }
                 Poll::Ready(Some(Err(why))) => {
-                    shared.lose(format!("the channel was lost: {why}"));
+                    shared.lose(channel_lost(&why));
                     return Poll::Ready(Vec::new());
                 }
                 Poll::Ready(None) => {
