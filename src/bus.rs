@@ -173,7 +173,7 @@ impl BusBuilder {
     }
 
     /// The secret under which keys are shown as fingerprints. With the same secret in every process a key
-    /// has the same fingerprint everywhere and after restarts. Defaults to a random one per process.
+    /// has the same fingerprint everywhere and after restarts. Defaults to a random one for each bus.
     #[must_use]
     pub fn fingerprint_secret(mut self, secret: &[u8]) -> Self {
         self.fingerprints = Fingerprints::with_secret(secret);

@@ -179,7 +179,7 @@ pub struct ParkedEntry {
     pub key: Option<String>,
     /// Why, as the text of a [`PoisonReason`](crate::PoisonReason).
     pub reason: Option<String>,
-    /// How often a handler had run.
+    /// Attempts made; one that could call no handler counts.
     pub attempts: Option<u32>,
     /// How often it had been replayed before.
     pub replays: u32,

@@ -53,6 +53,10 @@ examples=(
     "ordered_orders $counts --poison 20 --json"
     "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type classic"
     "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type quorum"
+    "poison_orders --json"
+    "poison_orders --json --poison-mode block"
+    "poison_orders --json --amqp @amqp --queue-type classic"
+    "poison_orders --json --amqp @amqp --queue-type quorum --poison-mode block"
 )
 
 # ---- Cleaning up ----------------------------------------------------------------------------

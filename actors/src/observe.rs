@@ -95,7 +95,7 @@ pub enum EventKind {
         reason: PoisonReason,
         /// Where it went.
         outcome: Outcome,
-        /// How often a handler ran.
+        /// Attempts made; one that could call no handler counts.
         attempts: u32,
     },
     /// A message is poison, and its key is held: nothing of it runs until the hold ends.
@@ -106,7 +106,7 @@ pub enum EventKind {
         message: Option<MessageId>,
         /// Why it is poison.
         reason: PoisonReason,
-        /// How often a handler ran.
+        /// Attempts made; one that could call no handler counts.
         attempts: u32,
         /// The longest that it is held.
         at_most: Duration,

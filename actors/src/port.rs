@@ -138,7 +138,7 @@ pub struct DeadLetter {
     pub reason: PoisonReason,
     /// The last error's text, with occurrences of the key replaced by its fingerprint.
     pub detail: String,
-    /// How often a handler ran.
+    /// Attempts made; one that could call no handler counts.
     pub attempts: u32,
     /// When it was given up, by this machine's clock.
     pub given_up_at: std::time::SystemTime,

@@ -8,6 +8,8 @@
 //!
 //! [`start`] below is all that an application writes; the rest publishes, watches and counts.
 
+#[path = "../shared/broker.rs"]
+mod broker;
 mod options;
 mod progress;
 mod publish;
@@ -24,6 +26,7 @@ use laneway::prelude::*;
 use laneway::{ConfigError, Topology};
 use tokio_util::sync::CancellationToken;
 
+use broker::Broker;
 use options::Options;
 use progress::Progress;
 use report::Report;
@@ -34,12 +37,6 @@ use work::{NoteParked, OrderEvent, Ship, Work};
 const DRAIN: Duration = Duration::from_secs(12);
 /// With everything published, connected, and no handler called for so long, nothing will come.
 const SILENCE: Duration = Duration::from_secs(60);
-
-/// Where the queues are.
-enum Broker {
-    Memory(MemoryBroker),
-    RabbitMq(RabbitMq),
-}
 
 /// The names of this run's queues.
 struct Names {
@@ -76,11 +73,8 @@ async fn start(
     options: &Options,
     work: &Arc<Work>,
 ) -> Result<Bus, ConfigError> {
-    let builder = match broker {
-        Broker::Memory(memory) => Bus::builder().memory(memory.clone()),
-        Broker::RabbitMq(rabbitmq) => Bus::builder().rabbitmq(rabbitmq.clone()),
-    };
-    builder
+    broker
+        .bus()
         .topology(|t| names.describe(t, options))
         .endpoint(&names.orders, |e| {
             e.ordered_by_header("order")
@@ -116,17 +110,7 @@ async fn main() -> ExitCode {
 }
 
 async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>> {
-    let broker = match &options.amqp {
-        None => Broker::Memory(MemoryBroker::new()),
-        Some(url) => {
-            let rabbitmq = RabbitMq::at(url);
-            rabbitmq.check().map_err(|problems| {
-                let problems: Vec<_> = problems.iter().map(ToString::to_string).collect();
-                format!("--amqp: {}", problems.join("; "))
-            })?;
-            Broker::RabbitMq(rabbitmq)
-        }
-    };
+    let broker = Broker::at(options.amqp.as_deref())?;
     let run = Run::open(options)?;
     let names = Names::of(&run);
     let work = Arc::new(Work::new(options, run.ledger.clone(), &run.earlier));
@@ -176,21 +160,16 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
         }
     };
 
+    let figures = run.ledger.figures()?;
     let complete = work.done_count.load(Relaxed) == options.messages;
     // An interrupted run leaves its queues, and the messages in them.
     let waiting = if stop.is_cancelled() && !complete {
-        Some(waiting_at(&broker, &names).await?)
+        let queues = [&*names.orders, &*names.parked];
+        Some(broker.waiting(&queues, figures.lost).await?)
     } else {
         None
     };
-    let report = Report::new(
-        options,
-        run.ledger.figures()?,
-        tail,
-        waiting,
-        clean,
-        trouble,
-    );
+    let report = Report::new(options, figures, tail, waiting, clean, trouble);
     match &broker {
         Broker::RabbitMq(_) if waiting.is_some() => {
             eprintln!(
@@ -199,13 +178,10 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
                 run.to_continue(options)
             );
         }
-        Broker::RabbitMq(rabbitmq) => {
+        Broker::RabbitMq(_) => {
             let topology = names.describe(Topology::default(), options);
-            if let Err(error) = rabbitmq.delete(&topology).await {
-                eprintln!("cannot remove what this run declared: {error}");
-            }
+            broker.remove(&topology).await;
             run.remove_temporary();
-            rabbitmq.close().await;
         }
         Broker::Memory(_) => {
             if waiting.is_some() {
@@ -214,18 +190,6 @@ async fn orders(options: &Options) -> Result<Report, Box<dyn std::error::Error>>
         }
     }
     Ok(report)
-}
-
-/// Messages in the queues of the run.
-async fn waiting_at(broker: &Broker, names: &Names) -> Result<u64, Box<dyn std::error::Error>> {
-    let mut waiting = 0;
-    for queue in [&names.orders, &names.parked] {
-        waiting += match broker {
-            Broker::Memory(memory) => memory.status(queue).total() as u64,
-            Broker::RabbitMq(rabbitmq) => rabbitmq.ready(queue).await?.into(),
-        };
-    }
-    Ok(waiting)
 }
 
 /// Resolves when deliveries flow and yet no handler was called for [`SILENCE`]. (A broker that is away is

@@ -3,17 +3,21 @@
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser, ValueEnum};
-use laneway::QueueType;
+use clap::{CommandFactory, Parser};
+
+use crate::broker::{Kind, run_id};
 
 /// Publishes order events and handles them: the events of one order strictly in order, different
 /// orders in parallel. Ends with a summary that proves it.
 #[derive(Debug, Clone, Parser)]
-#[command(after_help = "\
+#[command(
+    name = "ordered_orders",
+    after_help = "\
 Exit status: 0 if nothing was lost, no event overtook another of its order, no two ran at once, and
 exactly the poison events were parked; 1 otherwise. After SIGTERM or Ctrl-C the run drains and ends
 with 0 if that held so far and every running handler finished; a run on RabbitMQ can then be
-continued, as standard error says.")]
+continued, as standard error says."
+)]
 pub(crate) struct Options {
     /// How many events
     #[arg(long, value_name = "N", default_value_t = 50_000,
@@ -65,24 +69,6 @@ pub(crate) struct Options {
     pub json: bool,
 }
 
-/// The kind of a queue.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Kind {
-    /// One node holds it.
-    Classic,
-    /// Replicated by a log.
-    Quorum,
-}
-
-impl From<Kind> for QueueType {
-    fn from(kind: Kind) -> Self {
-        match kind {
-            Kind::Classic => Self::Classic,
-            Kind::Quorum => Self::Quorum,
-        }
-    }
-}
-
 impl Options {
     /// Reads the command line; ends the process with a message if it is wrong.
     pub(crate) fn read() -> Self {
@@ -103,15 +89,5 @@ impl Options {
         Self::command()
             .error(ErrorKind::ValueValidation, wrong)
             .exit()
-    }
-}
-
-/// A run's name becomes part of the names of queues and folders.
-fn run_id(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
-    if (1..=64).contains(&text.len()) && text.chars().all(allowed) {
-        Ok(text.to_owned())
-    } else {
-        Err("1 to 64 letters, digits, `-` and `_`".to_owned())
     }
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use laneway::testing::OrderLedger;
 use serde::{Deserialize, Serialize};
 
-use crate::options::{Kind, Options};
+use crate::broker::{Kind, fresh_run_id};
+use crate::options::Options;
 use crate::work::OrderEvent;
 
 /// What earlier processes of the run have done, as their ledgers say.
@@ -48,8 +49,7 @@ struct Plan {
 impl Run {
     /// Begins a run, or continues the one of this name.
     pub(crate) fn open(options: &Options) -> Result<Self, String> {
-        let fresh = || format!("{}-{:08x}", std::process::id(), fastrand::u32(..));
-        let id = options.run.clone().unwrap_or_else(fresh);
+        let id = options.run.clone().unwrap_or_else(fresh_run_id);
         // On RabbitMQ the messages outlive this process; so does the ledger, to continue with.
         let folder = match (&options.ledger, &options.amqp) {
             (Some(folder), _) => Some(folder.clone()),

@@ -11,7 +11,7 @@ use laneway_actors::port::DeadLetter;
 
 /// Why the message was given up, as the text of [`PoisonReason`](laneway_actors::PoisonReason).
 pub const REASON: &str = "laneway-reason";
-/// How often a handler ran (whole number).
+/// Attempts made (whole number); one that could call no handler counts.
 pub const ATTEMPTS: &str = "laneway-attempts";
 /// The endpoint that gave it up.
 pub const ENDPOINT: &str = "laneway-endpoint";

@@ -1,4 +1,5 @@
-//! The main job, `examples/ordered_orders`, as a process of its own, and what its ledger's files say.
+//! The main job, `examples/ordered_orders`, or another example as a process of its own, and what its
+//! ledger's files say.
 //!
 //! [`History`] reads the files by itself and counts naively: it shares nothing with `OrderLedger`.
 
@@ -20,16 +21,16 @@ use serde_json::Value;
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Where cargo has built the example: it does so before it runs integration tests.
-fn program() -> PathBuf {
+fn program(example: &str) -> PathBuf {
     let own = std::env::current_exe().expect("a test has a path");
     // target/<profile>/deps/<test> and target/<profile>/examples/<example>.
     let profile = own.ancestors().nth(2).expect("a test is in a folder");
     let program = profile
         .join("examples")
-        .join(format!("ordered_orders{}", std::env::consts::EXE_SUFFIX));
+        .join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
     assert!(
         program.exists(),
-        "{} is missing; `cargo test` builds it, and so does `cargo build --example ordered_orders` \
+        "{} is missing; `cargo test` builds it, and so does `cargo build --example {example}` \
          (with --release, if the test is run with it)",
         program.display()
     );
@@ -54,9 +55,14 @@ pub struct Ended {
 }
 
 impl Job {
-    /// Starts it with these arguments.
+    /// Starts the main job with these arguments.
     pub fn start<S: AsRef<str>>(arguments: &[S]) -> Self {
-        let child = Command::new(program())
+        Self::of("ordered_orders", arguments)
+    }
+
+    /// Starts an example with these arguments.
+    pub fn of<S: AsRef<str>>(example: &str, arguments: &[S]) -> Self {
+        let child = Command::new(program(example))
             .args(arguments.iter().map(AsRef::as_ref))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -197,7 +197,8 @@ impl RabbitMq {
         }
     }
 
-    /// Number of messages that are ready in a queue: in it, and not handed to a consumer.
+    /// Number of messages that are ready in a queue: in it, and not handed to a consumer. What a session has
+    /// given back by its end a quorum queue counts only some moments later.
     ///
     /// # Errors
     /// When the broker cannot be reached, or the queue does not exist.
