@@ -10,6 +10,7 @@
 )]
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use laneway::prelude::*;
 use laneway::testing::{Figures, OrderLedger};
@@ -145,10 +146,17 @@ impl Stand {
 
     /// Publishes one message.
     pub async fn send(&self, key: &str, seq: u64) {
-        let (body, properties) = numbered(KEY_HEADER, key, seq);
+        self.send_all(key, seq..=seq).await;
+    }
+
+    /// Publishes messages of one key.
+    pub async fn send_all(&self, key: &str, numbers: RangeInclusive<u64>) {
         let foreign = self.foreign().await;
-        foreign.publish(&self.queue, &body, properties).await;
-        self.ledger.published(key, seq);
+        for seq in numbers {
+            let (body, properties) = numbered(KEY_HEADER, key, seq);
+            foreign.publish(&self.queue, &body, properties).await;
+            self.ledger.published(key, seq);
+        }
     }
 
     /// Waits until everything that was in the queue is settled. No fault may follow.
