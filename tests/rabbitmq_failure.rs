@@ -72,7 +72,7 @@ async fn a_key_keeps_its_order_through_retries_pauses_and_discards_with_a_prefet
         }))
         .await;
         let seen = Seen::of(&bus);
-        // In two parts: the record of events keeps up with what a bus can say between two looks.
+        // So few that all their events fit into the bus's memory of them.
         stand.publish(30 * KEYS, KEYS).await;
         stand.until_settled(&bus).await;
         let numbers = |ends: &'static [u64]| {
@@ -90,14 +90,22 @@ async fn a_key_keeps_its_order_through_retries_pauses_and_discards_with_a_prefet
         let state = snapshot(&bus).await;
         assert_eq!((state.discarded, state.parked), (3 * KEYS, 6 * KEYS));
         assert_eq!((state.gaps, state.reconnects), (9 * KEYS, 0));
+        // On a slow machine others than those that hang can be timed out too, and tried again.
+        let timed_out = seen.count(is_timed_out) as u64;
+        assert!(timed_out >= KEYS);
         let (copies, figures) = stand.finish(bus).await;
         assert_eq!(copies, once(numbers(&[3, 5])));
         assert_eq!((figures.handled, figures.duplicates), (21 * KEYS + 2, 0));
-        // Every attempt that the rules say, and no other: (number, runs) in each ten.
-        let runs = [1, 4, 3, 1, 3, 4, 1, 1, 1, 1].iter().sum::<u64>() * 3 + 1;
-        assert_eq!(figures.attempts, runs * KEYS + 2);
+        // Every attempt that the rules say, and no other.
+        let in_ten: u64 = [1, 4, 3, 1, 3, 4, 1, 1, 1, 1].iter().sum();
+        assert_eq!(figures.attempts, 3 * in_ten * KEYS + timed_out + 2);
     })
     .await;
+}
+
+fn is_timed_out(kind: &EventKind) -> bool {
+    let timed_out = FailureKind::TimedOut;
+    matches!(kind, EventKind::AttemptFailed { attempt: 1, failure, .. } if *failure == timed_out)
 }
 
 /// The message of a gap that was discarded after a panic.
@@ -316,11 +324,7 @@ async fn a_timed_out_handler_that_blocks_is_reported_stuck_and_never_overlapped(
             (blocked.seen.count(stuck), blocked.seen.count(unstuck)),
             (1, 1)
         );
-        let timed_out = |kind: &EventKind| {
-            let failure = FailureKind::TimedOut;
-            matches!(kind, EventKind::AttemptFailed { attempt: 1, failure: f, .. } if *f == failure)
-        };
-        assert_eq!(blocked.seen.count(timed_out), 1);
+        assert_eq!(blocked.seen.count(is_timed_out), 1);
         let (copies, figures) = blocked.stand.finish(blocked.bus).await;
         assert_eq!(copies, once([]));
         // The blocked run does not count; the second one is the message's.

@@ -36,7 +36,7 @@ fn program() -> PathBuf {
     program
 }
 
-/// A run of the example. Killed when dropped.
+/// A process: a run of the example, or of another program. Killed when dropped.
 pub struct Job {
     child: Option<Child>,
     id: u32,
@@ -56,13 +56,19 @@ pub struct Ended {
 impl Job {
     /// Starts it with these arguments.
     pub fn start<S: AsRef<str>>(arguments: &[S]) -> Self {
-        let child = Command::new(program())
-            .args(arguments.iter().map(AsRef::as_ref))
+        let mut command = Command::new(program());
+        command.args(arguments.iter().map(AsRef::as_ref));
+        Self::of(command)
+    }
+
+    /// Starts any program that writes a ledger.
+    pub fn of(mut command: Command) -> Self {
+        let child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .expect("the example can be started");
+            .expect("the program can be started");
         Self {
             id: child.id(),
             child: Some(child),
@@ -91,7 +97,7 @@ impl Job {
             if began.elapsed() > PATIENCE {
                 let _ = child.kill();
                 let ended = Self::read(child);
-                panic!("the example did not end within {PATIENCE:?}: {ended:?}");
+                panic!("the process did not end within {PATIENCE:?}: {ended:?}");
             }
             // The standard library cannot wait for a process with a bound.
             std::thread::sleep(Duration::from_millis(10));

@@ -55,16 +55,16 @@ pub struct Stand {
 }
 
 impl Stand {
-    /// A name for a queue on this broker; nothing is declared yet.
+    /// A new name for a queue on this broker; nothing is declared yet.
     pub fn new(url: &str, name: &str, queue_type: QueueType) -> Self {
-        Self::recording(url, name, queue_type, OrderLedger::in_memory())
+        Self::named(url, &unique(name), queue_type, OrderLedger::in_memory())
     }
 
-    /// The same with a ledger of one's own.
-    pub fn recording(url: &str, name: &str, queue_type: QueueType, ledger: OrderLedger) -> Self {
+    /// A queue of exactly this name.
+    pub fn named(url: &str, queue: &str, queue_type: QueueType, ledger: OrderLedger) -> Self {
         Self {
             url: url.to_owned(),
-            queue: unique(name),
+            queue: queue.to_owned(),
             queue_type,
             ledger,
             last: Tally::new(),
@@ -165,7 +165,17 @@ impl Stand {
     /// everything has.
     pub async fn until_settled(&self, bus: &Bus) {
         let number = self.last.get() + 1;
+        self.send_last(number).await;
+        self.until_last(bus, number).await;
+    }
+
+    /// Publishes one message more, behind all others.
+    pub async fn send_last(&self, number: u64) {
         self.send(LAST, number).await;
+    }
+
+    /// Waits until the bus has handled this many last messages and settled everything.
+    pub async fn until_last(&self, bus: &Bus, number: u64) {
         self.last.until("the last message", number).await;
         in_flight(bus, 0).await;
     }

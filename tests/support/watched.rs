@@ -101,17 +101,22 @@ impl Record {
         let record = self.clone();
         async move {
             let result = attempt.await;
-            record.0.send_modify(|all| {
-                let tries = all.entry(message).or_default();
-                match &result {
-                    Ok(()) => tries.confirmed += 1,
-                    Err(ParkError::Refused(_)) => tries.refused += 1,
-                    Err(_) => tries.unknown += 1,
-                }
-            });
+            record.note(message, &result);
             result
         }
         .boxed()
+    }
+
+    /// Writes down how a try has ended.
+    pub fn note(&self, message: Name, result: &Result<(), ParkError>) {
+        self.0.send_modify(|all| {
+            let tries = all.entry(message).or_default();
+            match result {
+                Ok(()) => tries.confirmed += 1,
+                Err(ParkError::Refused(_)) => tries.refused += 1,
+                Err(_) => tries.unknown += 1,
+            }
+        });
     }
 
     /// What became of the tries with a message.

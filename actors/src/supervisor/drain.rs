@@ -68,7 +68,7 @@ impl EndpointSupervisor {
         let live = self.live.take();
         let report = DrainReport {
             given_back: live.as_ref().map_or(0, |live| live.book.unsettled()),
-            unfinished: self.endpoint.permits.taken() as usize,
+            unfinished: self.endpoint.permits.running() as usize,
         };
         ctx.spawn(
             async move {

@@ -151,7 +151,7 @@ pub(super) fn snapshot_of(
         state,
         in_flight,
         credits: u32::from(endpoint.config.credits),
-        running: endpoint.permits.taken() as usize,
+        running: endpoint.permits.running() as usize,
         lane_depth: Vec::new(),
         waiting_keys: Vec::new(),
         handled: counters.handled.get(),
