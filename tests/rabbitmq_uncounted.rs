@@ -16,7 +16,7 @@ mod stand;
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
-use orders::{ORDERS, Seen, in_flight, started, within};
+use orders::{ORDERS, Seen, handled, in_flight, started, within};
 use stand::{Stand, on_both, once};
 use support::broker::PrivateBroker;
 use workload::{Numbered, Scripted, Step};
@@ -87,7 +87,11 @@ async fn ten_closures_and_five_clean_restarts_with_a_prefetch_of_a_hundred_park_
         let (mut bus, seen) = start(&stand, &handler).await;
         stand.publish(MESSAGES, 20).await;
         let connected = |kind: &EventKind| matches!(kind, EventKind::Connected { .. });
-        for _ in 0..CLOSURES {
+        for closure in 1..=CLOSURES {
+            in_flight(&bus, PREFETCH as usize).await;
+            // One message a session. One of no use at all would be followed by a longer pause each time.
+            permits.add_permits(1);
+            handled(&bus, closure as u64).await;
             in_flight(&bus, PREFETCH as usize).await;
             let sessions = seen.count(connected);
             full.wait().await;
@@ -95,7 +99,7 @@ async fn ten_closures_and_five_clean_restarts_with_a_prefetch_of_a_hundred_park_
             seen.until("the next session", sessions + 1, connected)
                 .await;
         }
-        let mut runs = 0;
+        let mut runs = CLOSURES as u64;
         for _ in 0..RESTARTS {
             in_flight(&bus, PREFETCH as usize).await;
             drain(bus, &permits).await;
