@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use laneway::prelude::*;
-use laneway::{EndpointState, EventKind, Fingerprint, HoldEnd, HoldOver, PoisonMode, WaitReason};
+use laneway::{EndpointState, EventKind, HoldEnd, HoldOver, PoisonMode, WaitReason};
 
 #[path = "support/orders.rs"]
 mod orders;
@@ -16,36 +16,13 @@ mod stand;
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
-use orders::{ORDERS, Seen, handled, in_flight, snapshot, started, stop, within};
+use orders::{
+    ORDERS, Seen, ends, handled, held_keys, in_flight, is_held, is_over, snapshot, started, stop,
+    within,
+};
 use stand::{Name, Stand, name, on_both, once};
 use support::broker::shared_url;
 use workload::{Numbered, Scripted, Step};
-
-fn is_held(kind: &EventKind) -> bool {
-    matches!(kind, EventKind::Held { .. })
-}
-
-fn is_over(kind: &EventKind) -> bool {
-    matches!(kind, EventKind::HoldEnded { .. })
-}
-
-/// The keys of which something was held, in that order.
-fn held_keys(seen: &Seen) -> Vec<Fingerprint> {
-    let held = |kind| match kind {
-        EventKind::Held { key, .. } => key,
-        _ => None,
-    };
-    seen.all().into_iter().filter_map(held).collect()
-}
-
-/// Why holds ended, in that order.
-fn ends(seen: &Seen) -> Vec<(Option<Fingerprint>, HoldOver)> {
-    let end = |kind| match kind {
-        EventKind::HoldEnded { key, why, .. } => Some((key, why)),
-        _ => None,
-    };
-    seen.all().into_iter().filter_map(end).collect()
-}
 
 /// Message 1 of every key fails for good, until it is cured.
 fn curable(stand: &Stand) -> (Arc<AtomicBool>, Scripted) {
