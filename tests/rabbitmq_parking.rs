@@ -371,7 +371,10 @@ async fn poison_is_parked_and_order_kept_while_the_connections_are_cut_at_its_pa
             .flat_map(|key| (1..=each).map(move |seq| name(key, seq)))
             .filter(|(_, seq)| is_poison(*seq))
             .collect();
-        record.until_confirmed(poison.len()).await;
+        // A minute for each tenth.
+        for tenth in 1..=10 {
+            record.until_confirmed(poison.len() * tenth / 10).await;
+        }
         let (copies, figures) = stand.finish(bus).await;
         println!(
             "{queue_type:?}: {} copies of {}",
