@@ -106,7 +106,9 @@ async fn run(amqp: Option<String>) -> Result<(), Box<dyn std::error::Error>> {
     spec.parking = transport.parking(queue);
 
     // The checks of the world, then the supervisor: on this thread's System, lanes included.
-    let sources = vec![("readings".to_owned(), Arc::clone(&spec.source))];
+    let sources = spec.sources.iter();
+    let sources = sources.map(|source| ("readings".to_owned(), Arc::clone(source)));
+    let sources = sources.collect();
     let listed = |problems: Vec<laneway::Problem>| {
         let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
         lines.join("\n")

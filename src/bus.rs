@@ -350,7 +350,7 @@ fn check_alone(endpoint: &EndpointBuilder, topology: &Topology, problems: &mut V
         // Nobody knows: not a problem of its own.
         None => !settings.discard_poison,
     };
-    let found = check_endpoint(settings, &endpoint.handlers, has_parking).err();
+    let found = check_endpoint(settings, &endpoint.handlers, has_parking, 1).err();
     add_new(problems, found);
 }
 
@@ -421,7 +421,8 @@ impl ReadyBus {
             let consumed = self
                 .specs
                 .iter()
-                .any(|spec| spec.source.name() == queue.name);
+                .flat_map(|spec| &spec.sources)
+                .any(|source| source.name() == queue.name);
             if consumed {
                 continue;
             }

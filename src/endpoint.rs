@@ -216,6 +216,19 @@ impl EndpointBuilder {
         self
     }
 
+    /// The time in which the broker wants an acknowledgement: RabbitMQ's `consumer_timeout`, which it does not
+    /// tell over AMQP. 1 s to 7 days; defaults to RabbitMQ's own default, 30 minutes. It must be **no longer**
+    /// than what the broker is configured with.
+    ///
+    /// All attempts of a message, with their time-outs and pauses, must fit into it. When the oldest unsettled
+    /// message is 80 % of this old, its session is renewed: what runs may finish, then the session is closed,
+    /// which gives the rest back in order, and opened again; at 90 % what still runs is aborted.
+    #[must_use]
+    pub fn ack_timeout(mut self, bound: Duration) -> Self {
+        self.settings.ack_timeout = bound;
+        self
+    }
+
     /// What happens to the key of a poison message. Defaults to [`PoisonMode::ReleaseKey`].
     #[must_use]
     pub fn poison_mode(mut self, mode: PoisonMode) -> Self {

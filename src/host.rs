@@ -103,7 +103,11 @@ async fn boot(
 ) -> Result<Vec<EndpointHandle>, Vec<Problem>> {
     let sources = specs
         .iter()
-        .map(|spec| (spec.settings.name.clone(), Arc::clone(&spec.source)))
+        .flat_map(|spec| {
+            let name = &spec.settings.name;
+            let sources = spec.sources.iter();
+            sources.map(|source| (name.clone(), Arc::clone(source)))
+        })
         .collect::<Vec<(String, Arc<dyn Source>)>>();
     match ConfigActor.start().send(VerifyWorld { sources }).await {
         Ok(verified) => verified?,

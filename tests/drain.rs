@@ -12,8 +12,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    DLX, Gate, ORDERS, Seen, Tally, envelope, in_flight, numbered, orders, put, send, snapshot,
-    started, stop, within,
+    DLX, Gate, NO_ACK_TIMEOUT, ORDERS, Seen, Tally, envelope, in_flight, numbered, orders, put,
+    send, snapshot, started, stop, within,
 };
 use workload::{Numbered, Scripted, Step};
 
@@ -428,7 +428,9 @@ async fn a_key_that_backs_off_keeps_its_place_over_a_drain_and_starts_anew_elsew
     let ledger = OrderLedger::in_memory();
     let failing = Scripted::new(&ledger, |_, _| Step::Fail(Duration::ZERO));
     let bus = started(orders(broker.clone(), |e| {
-        e.backoff(Backoff::constant(NEVER)).handler(failing)
+        e.backoff(Backoff::constant(NEVER))
+            .ack_timeout(NO_ACK_TIMEOUT)
+            .handler(failing)
     }))
     .await;
     let seen = Seen::of(&bus);

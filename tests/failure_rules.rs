@@ -17,8 +17,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    Gate, ORDERS, PARKED, Seen, Tally, envelope, handled, orders, parked, put, send, snapshot,
-    started, stop, within,
+    Gate, NO_ACK_TIMEOUT, ORDERS, PARKED, Seen, Tally, envelope, handled, orders, parked, put,
+    send, snapshot, started, stop, within,
 };
 use workload::{Numbered, Scripted, Step};
 
@@ -109,6 +109,7 @@ where
     let broker = MemoryBroker::new();
     let builder = orders(broker.clone(), |e| {
         e.handler_timeout(Duration::from_millis(20))
+            .ack_timeout(NO_ACK_TIMEOUT)
             .handler(move |_: Numbered, _: Context| handler())
             .on_failure(rules)
     });

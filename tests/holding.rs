@@ -346,7 +346,7 @@ fn a_hold_without_effect_or_beyond_the_acknowledgement_time_out_is_refused() {
                     hold_at_most: Duration::from_secs(1_800),
                 })
             }),
-            "less than 1800s",
+            "less than `ack_timeout` (1800s)",
         ),
         (
             found(true, |e| {

@@ -13,8 +13,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    Gate, ORDERS, Seen, Tally, envelope, handled, in_flight, orders, plain_orders, put, send,
-    snapshot, started, stop, within,
+    Gate, NO_ACK_TIMEOUT, ORDERS, Seen, Tally, envelope, handled, in_flight, orders, plain_orders,
+    put, send, snapshot, started, stop, within,
 };
 use workload::{KEY_HEADER, Numbered, Scripted, Step, publish};
 
@@ -82,6 +82,7 @@ async fn a_key_that_backs_off_delays_no_other_key_of_its_lane() {
         e.lanes(1)
             .concurrency(2)
             .backoff(Backoff::constant(Duration::from_secs(3600)))
+            .ack_timeout(NO_ACK_TIMEOUT)
             .handler(handler)
     }))
     .await;
@@ -136,7 +137,8 @@ async fn a_slow_key_holds_up_nobody_until_the_credits_are_used() {
             kind,
             EventKind::CreditsExhausted {
                 keys: 1,
-                credits: 256
+                credits: 256,
+                ..
             }
         )
     };
@@ -305,6 +307,7 @@ async fn without_order_a_message_that_backs_off_holds_up_none_with_the_same_head
     let bus = started(plain_orders(broker.clone(), |e| {
         e.concurrency(2)
             .backoff(Backoff::constant(Duration::from_secs(3600)))
+            .ack_timeout(NO_ACK_TIMEOUT)
             .handler(handler)
     }))
     .await;

@@ -20,8 +20,8 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    DLX, Gate, ORDERS, PARKED, Seen, Tally, delivery, envelope, handled, orders, parked, put, send,
-    snapshot, started, stop, within,
+    DLX, Gate, NO_ACK_TIMEOUT, ORDERS, PARKED, Seen, Tally, delivery, envelope, handled, orders,
+    parked, put, send, snapshot, started, stop, within,
 };
 use workload::{Numbered, Scripted, Step, publish};
 
@@ -450,6 +450,7 @@ async fn a_parked_message_carries_its_own_error_also_when_it_is_parked_in_a_late
         e.lanes(1)
             .abort_grace(Duration::from_secs(3600))
             .backoff(Backoff::constant(Duration::from_secs(3600)))
+            .ack_timeout(NO_ACK_TIMEOUT)
             .handler(move |message: Numbered, _: Context| {
                 let (poison, neighbour) = gates.clone();
                 async move {

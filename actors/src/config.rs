@@ -43,7 +43,7 @@ pub enum PoisonMode {
     /// The hold has two bounds, at which the message is parked, loudly, and the key goes on: this time, and
     /// half of the credits for all held keys together (then the oldest goes).
     BlockKey {
-        /// More than zero, less than 30 minutes (the time in which RabbitMQ wants an acknowledgement).
+        /// More than zero, less than [`EndpointSettings::ack_timeout`].
         hold_at_most: Duration,
     },
 }
@@ -56,9 +56,6 @@ impl PoisonMode {
         }
     }
 }
-
-/// After this time RabbitMQ takes a consumer for dead that has not acknowledged a message.
-const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(1_800);
 
 /// The settings of an endpoint, as written.
 #[derive(Debug, Clone)]
@@ -90,6 +87,13 @@ pub struct EndpointSettings {
     pub bus_rules: FailureRules,
     /// How long a handler may run; `None` for no bound. Defaults to 60 s.
     pub handler_timeout: Option<Duration>,
+    /// The time in which the source wants an acknowledgement, as the broker is configured: over AMQP it does not
+    /// tell. 1 s to 7 days; defaults to the 30 minutes of RabbitMQ (`consumer_timeout`).
+    ///
+    /// When the oldest unsettled message is 80 % of this old, its session is renewed: what runs may finish, then
+    /// the session is closed and opened again; at 90 % what still runs is aborted. All attempts of a message,
+    /// with their time-outs and pauses, must fit into it.
+    pub ack_timeout: Duration,
     /// Poison messages are acknowledged and reported instead of parked.
     pub discard_poison: bool,
     /// What happens to the key of a poison message. Defaults to releasing it.
@@ -117,6 +121,7 @@ impl EndpointSettings {
             type_rules: Vec::new(),
             bus_rules: FailureRules::default(),
             handler_timeout: Some(Duration::from_secs(60)),
+            ack_timeout: Duration::from_secs(1_800),
             discard_poison: false,
             poison_mode: PoisonMode::default(),
             abort_grace: Duration::ZERO,
@@ -124,11 +129,12 @@ impl EndpointSettings {
         }
     }
 
-    /// Checks everything. `has_parking`: whether there is a parking place.
+    /// Checks everything. `has_parking`: whether there is a parking place; `shards`: the number of sources,
+    /// which share the credits.
     ///
     /// # Errors
     /// All problems, each naming its setting.
-    pub fn check(&self, has_parking: bool) -> Result<EndpointConfig, Vec<Problem>> {
+    pub fn check(&self, has_parking: bool, shards: usize) -> Result<EndpointConfig, Vec<Problem>> {
         let mut problems = Vec::new();
         let mut problem = |setting: &str, what: String| {
             problems.push(Problem::new(&self.name, setting, what));
@@ -166,6 +172,12 @@ impl EndpointSettings {
             1,
             1_000,
         );
+        if (credits.get() as usize) < shards {
+            problem(
+                "max_in_flight",
+                format!("{credits} is fewer than one for each of the {shards} shards"),
+            );
+        }
         if self.lanes.is_some() && self.ordering.is_none() {
             problem(
                 "lanes",
@@ -224,17 +236,21 @@ impl EndpointSettings {
                     "`BlockKey` contradicts `discard_poison()`: it needs a parking place for when the hold ends; remove one of them".to_owned(),
                 );
             }
-            if credits.get() < 2 {
-                problem(
-                    "poison_mode",
-                    "`BlockKey` has no effect with `max_in_flight(1)`: a hold may use half of the credits; allow at least 2".to_owned(),
-                );
-            }
-            if hold_at_most.is_zero() || hold_at_most >= ACKNOWLEDGEMENT_TIMEOUT {
+            if (credits.get() as usize) < 2 * shards {
                 problem(
                     "poison_mode",
                     format!(
-                        "`hold_at_most` is {hold_at_most:?}, but must be more than zero and less than {ACKNOWLEDGEMENT_TIMEOUT:?}, in which the source wants an acknowledgement"
+                        "`BlockKey` has no effect with `max_in_flight({credits})`: a hold may use half of the credits of its shard; allow at least {}",
+                        2 * shards
+                    ),
+                );
+            }
+            if hold_at_most.is_zero() || hold_at_most >= self.ack_timeout {
+                problem(
+                    "poison_mode",
+                    format!(
+                        "`hold_at_most` is {hold_at_most:?}, but must be more than zero and less than `ack_timeout` ({:?}), in which the source wants an acknowledgement",
+                        self.ack_timeout
                     ),
                 );
             }
@@ -250,6 +266,27 @@ impl EndpointSettings {
             ),
             _ => {}
         }
+        let policy = Policy {
+            max_attempts,
+            backoff: self.backoff,
+            plans: rules.plans(),
+        };
+        let ack_timeout = self.ack_timeout;
+        if !(Duration::from_secs(1)..=Duration::from_secs(7 * 86_400)).contains(&ack_timeout) {
+            problem(
+                "ack_timeout",
+                format!("{ack_timeout:?} is not between 1 s and 7 days"),
+            );
+        }
+        let longest = policy.longest(self.handler_timeout.unwrap_or_default());
+        if longest >= ack_timeout {
+            problem(
+                "ack_timeout",
+                format!(
+                    "{max_attempts} attempts with their time-outs and pauses can take {longest:?}, but the source takes a message away that is not acknowledged within {ack_timeout:?}; lower `max_delivery_attempts`, `handler_timeout` or the pauses, or raise this together with the broker's `consumer_timeout`"
+                ),
+            );
+        }
         problems.extend(rules.problems(&self.name, max_attempts, !self.discard_poison));
         if !problems.is_empty() {
             return Err(problems);
@@ -261,13 +298,10 @@ impl EndpointSettings {
             credits: u16::try_from(credits.get()).unwrap_or(u16::MAX),
             lane_depth: lane_depth.get() as usize,
             ordering: self.ordering.clone(),
-            policy: Policy {
-                max_attempts,
-                backoff: self.backoff,
-                plans: rules.plans(),
-            },
+            policy,
             rules,
             handler_timeout: self.handler_timeout,
+            ack_timeout,
             plan: match self.poison_mode {
                 _ if self.discard_poison => PoisonPlan::Discard,
                 PoisonMode::ReleaseKey => PoisonPlan::Park,
@@ -291,6 +325,7 @@ pub struct EndpointConfig {
     pub(crate) policy: Policy,
     pub(crate) rules: FailureRules,
     pub(crate) handler_timeout: Option<Duration>,
+    pub(crate) ack_timeout: Duration,
     pub(crate) plan: PoisonPlan,
     pub(crate) abort_grace: Duration,
     pub(crate) intensity: Intensity,
@@ -394,7 +429,7 @@ mod tests {
     fn check(change: impl FnOnce(&mut EndpointSettings), has_parking: bool) -> Vec<String> {
         let mut settings = settings();
         change(&mut settings);
-        let problems = settings.check(has_parking).err().unwrap_or_default();
+        let problems = settings.check(has_parking, 1).err().unwrap_or_default();
         problems
             .into_iter()
             .map(|problem| problem.setting)

@@ -19,8 +19,10 @@ use crate::permits::Permits;
 /// Shared by the supervisor, the lanes, the attempts and the poison handler of one endpoint.
 pub(crate) struct Endpoint {
     pub(crate) config: EndpointConfig,
-    /// Name of the source's queue.
+    /// Name of the queue, or of all shards together.
     pub(crate) queue: Arc<str>,
+    /// Names of the shards' queues.
+    pub(crate) queues: Vec<Arc<str>>,
     pub(crate) handlers: HandlerSet,
     pub(crate) publisher: Option<Arc<dyn ContextPublisher>>,
     pub(crate) permits: Arc<Permits>,
@@ -69,6 +71,14 @@ impl Endpoint {
         });
     }
 
+    /// Name of the queue that a delivery came from.
+    pub(crate) fn queue_of(&self, delivery: &Delivery) -> &Arc<str> {
+        match self.queues.get(delivery.session().shard()) {
+            Some(queue) if !delivery.is_direct() => queue,
+            _ => &self.queue,
+        }
+    }
+
     pub(crate) fn fingerprint(&self, key: Option<&OrderingKey>) -> Option<Fingerprint> {
         key.map(|key| self.fingerprints.of(key))
     }
@@ -104,7 +114,7 @@ impl Endpoint {
         let message = delivery.envelope().id.clone();
         tracing::error!(
             endpoint = %self.config.name,
-            queue = %self.queue,
+            queue = %self.queue_of(delivery),
             key = key.map(tracing::field::display),
             message = message.as_ref().map(tracing::field::display),
             %reason,

@@ -1,9 +1,9 @@
 //! The held keys of an endpoint over all its lanes: how many credits they use, and which is the oldest.
 //!
-//! Promises that held keys keep at most half the credits for themselves, but for the moment that parking
-//! the oldest takes: the other keys always have the rest.
+//! Promises that held keys keep at most half the credits of their shard for themselves, but for the moment
+//! that parking the oldest takes: the other keys always have the rest.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use crate::lane::{LaneLink, ToLane};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeldKey {
     pub(crate) ticket: Ticket,
+    pub(crate) shard: usize,
     pub(crate) since: Instant,
     /// Credits that it uses: its head, and what waits behind it.
     pub(crate) credits: usize,
@@ -22,53 +23,71 @@ pub(crate) struct HeldKey {
 
 /// Shared by the lanes of an endpoint.
 pub(crate) struct Holds {
-    limit: usize,
+    /// Half the credits of each shard.
+    limits: Vec<usize>,
     book: Mutex<Book>,
 }
 
 #[derive(Default)]
 struct Book {
     lanes: HashMap<LaneIndex, (Arc<LaneLink>, Vec<HeldKey>)>,
-    /// Told to end, and not gone yet. One at a time: its end makes room that must be seen before the next.
-    ending: Option<(LaneIndex, Ticket)>,
+    /// Told to end, and not gone yet, by shard. One at a time: its end makes room that must be seen before the
+    /// next.
+    ending: HashMap<usize, (LaneIndex, Ticket)>,
 }
 
 impl Holds {
-    pub(crate) fn new(credits: u16) -> Self {
+    /// For shards with these credits.
+    pub(crate) fn new(credits: &[u16]) -> Self {
+        let half = |credits: &u16| usize::from(*credits) / 2;
         Self {
-            limit: usize::from(credits) / 2,
+            limits: credits.iter().map(half).collect(),
             book: Mutex::default(),
         }
     }
 
-    /// What a lane holds now. Where all lanes together hold too much, the oldest hold is told to end.
+    /// What a lane holds now. Where all lanes together hold too much of a shard, its oldest hold is told to
+    /// end.
     pub(crate) fn report(&self, lane: &Arc<LaneLink>, held: Vec<HeldKey>) {
-        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        let book = &mut *guard;
         let index = lane.index();
-        if held.is_empty() {
-            book.lanes.remove(&index);
-        } else {
+        // Also those that this lane held before: their end makes room for the next.
+        let before = book.lanes.remove(&index);
+        let before = before.iter().flat_map(|(_, held)| held);
+        let shards: BTreeSet<_> = before.chain(&held).map(|key| key.shard).collect();
+        if !held.is_empty() {
             book.lanes.insert(index, (Arc::clone(lane), held));
         }
-        let all = || {
-            let lanes = book.lanes.iter();
-            lanes.flat_map(|(index, (link, held))| held.iter().map(move |key| (*index, link, key)))
-        };
-        let waits = book
-            .ending
-            .is_some_and(|ending| all().any(|(index, _, key)| (index, key.ticket) == ending));
-        let credits: usize = all().map(|(_, _, key)| key.credits).sum();
-        let oldest = all().min_by_key(|(_, _, key)| key.since);
-        let ending = match oldest {
-            Some((index, link, key)) if !waits && credits > self.limit => {
-                Some((index, Arc::clone(link), key.ticket))
+        let mut told = Vec::new();
+        for shard in shards {
+            if let Some((link, ticket)) = book.to_end(shard, self.limits[shard]) {
+                book.ending.insert(shard, (link.index(), ticket));
+                told.push((link, ticket));
             }
-            _ => None,
-        };
-        if let Some((index, link, ticket)) = ending {
-            book.ending = Some((index, ticket));
-            drop(book);
+        }
+        drop(guard);
+        for (link, ticket) in told {
             link.tell(ToLane::HoldTooMany(ticket));
         }
+    }
+}
+
+impl Book {
+    /// The oldest hold of a shard, if its holds use more credits than `limit` and none of them is ending.
+    fn to_end(&self, shard: usize, limit: usize) -> Option<(Arc<LaneLink>, Ticket)> {
+        let held = || {
+            let lanes = self.lanes.values();
+            let all = lanes.flat_map(|(link, held)| held.iter().map(move |key| (link, key)));
+            all.filter(|(_, key)| key.shard == shard)
+        };
+        let ending = self.ending.get(&shard);
+        let waits = held().any(|(link, key)| ending == Some(&(link.index(), key.ticket)));
+        let credits: usize = held().map(|(_, key)| key.credits).sum();
+        if waits || credits <= limit {
+            return None;
+        }
+        let (link, oldest) = held().min_by_key(|(_, key)| key.since)?;
+        Some((Arc::clone(link), oldest.ticket))
     }
 }

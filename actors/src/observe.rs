@@ -30,6 +30,8 @@ pub struct Event {
 pub enum EventKind {
     /// A session was opened: deliveries flow.
     Connected {
+        /// Its queue.
+        queue: Arc<str>,
         /// The session.
         session: SessionId,
         /// How many sessions were lost before it.
@@ -37,11 +39,38 @@ pub enum EventKind {
     },
     /// The session ended unexpectedly, or could not be opened; another try follows.
     Disconnected {
+        /// Its queue.
+        queue: Arc<str>,
         /// What happened, without credentials.
         reason: String,
         /// Pause before the next try.
         retry_in: Duration,
     },
+    /// A session was closed in an orderly way: on a drain, for a pause, to be renewed, or because another
+    /// instance is to have its shard.
+    SessionClosed {
+        /// Its queue.
+        queue: Arc<str>,
+        /// The session.
+        session: SessionId,
+        /// Deliveries given back unfinished.
+        given_back: usize,
+    },
+    /// A message has waited for its acknowledgement for so long (80 % of `ack_timeout`) that the session is
+    /// closed and opened again, before the broker does it.
+    SessionRenewed {
+        /// Its queue.
+        queue: Arc<str>,
+        /// For how long the message has waited.
+        age: Duration,
+    },
+    /// A failure rule pauses the endpoint: its sessions are closed for this long.
+    Paused {
+        /// For how long.
+        pause: Duration,
+    },
+    /// The pause is over.
+    Resumed,
     /// An attempt failed.
     AttemptFailed {
         /// The key, where there is one.
@@ -116,11 +145,13 @@ pub enum EventKind {
         /// The key, where there is one.
         key: Option<Fingerprint>,
     },
-    /// All credits are used and few keys hold them: other keys wait at the broker.
+    /// All credits of a queue are used and few keys hold them: its other keys wait at the broker.
     CreditsExhausted {
+        /// The queue.
+        queue: Arc<str>,
         /// Number of keys with unsettled messages.
         keys: usize,
-        /// The credits (`max_in_flight`).
+        /// The queue's credits: `max_in_flight`, or its part of them.
         credits: u32,
     },
     /// A message could not be given the key the endpoint asks for.
@@ -194,8 +225,10 @@ pub enum EndpointState {
     Starting,
     /// Deliveries flow.
     Running,
-    /// The session was lost; trying to open another.
+    /// A session was lost; trying to open another.
     Disconnected,
+    /// A failure rule lets it pause: no session is open.
+    Paused,
     /// Finishing what runs.
     Draining,
     /// Ended in an orderly way.
@@ -216,6 +249,8 @@ pub struct EndpointSnapshot {
     pub in_flight: usize,
     /// The most there can be (`max_in_flight`).
     pub credits: u32,
+    /// Its queues: one, or one for each shard.
+    pub shards: Vec<ShardSnapshot>,
     /// Handlers running now.
     pub running: usize,
     /// Messages in each lane, running ones included.
@@ -251,6 +286,20 @@ impl EndpointSnapshot {
             .count();
         self.state == EndpointState::Running && (stuck == 0 || stuck < self.running)
     }
+}
+
+/// One queue of an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ShardSnapshot {
+    /// Its name.
+    pub queue: Arc<str>,
+    /// Whether this instance is subscribed to it. (With a single active consumer, perhaps behind another.)
+    pub subscribed: bool,
+    /// Deliveries received from it and not settled.
+    pub in_flight: usize,
+    /// The most there can be.
+    pub credits: u16,
 }
 
 /// A key that does not move.

@@ -115,7 +115,7 @@ async fn park_until_confirmed(endpoint: &Endpoint, parking: &dyn Parking, letter
         let message = letter.delivery.envelope().id.clone();
         tracing::error!(
             endpoint = %endpoint.config.name,
-            queue = %endpoint.queue,
+            queue = %letter.queue,
             parking = parking.name(),
             key = key.map(tracing::field::display),
             message = message.as_ref().map(tracing::field::display),

@@ -16,6 +16,8 @@ use crate::outcome::PoisonReason;
 pub enum Verdict {
     /// Try again in place after a pause; only the key waits.
     RetryAfter(Duration),
+    /// The whole endpoint pauses: it gives its sessions back, and the message is tried again in the next one.
+    PauseEndpoint(Duration),
     /// The message is poison: it goes where the endpoint's poison messages go.
     Poison(PoisonReason),
     /// The message is poison, and a rule says that nothing of it is kept.
@@ -33,30 +35,49 @@ pub struct PlanIndex(pub(crate) usize);
 /// from the first step again and again.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Plan {
-    /// The pause after the first attempt, after the second, …; zero for a retry at once.
-    pub(crate) pauses: Vec<Duration>,
+    /// What comes after the first attempt, after the second, ….
+    pub(crate) steps: Vec<Step>,
     /// Pauses after those, for as many attempts as the message may have.
     pub(crate) backoff: Option<Backoff>,
     /// At the end the message is discarded, not parked.
     pub(crate) discard: bool,
 }
 
+/// What comes before the next attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Only the key waits; zero for a retry at once.
+    Wait(Duration),
+    /// The endpoint pauses.
+    PauseEndpoint(Duration),
+}
+
+impl Step {
+    fn verdict(self, own: Option<Duration>) -> Verdict {
+        match self {
+            Self::Wait(pause) => Verdict::RetryAfter(own.unwrap_or(pause)),
+            Self::PauseEndpoint(pause) => Verdict::PauseEndpoint(own.unwrap_or(pause)),
+        }
+    }
+}
+
 impl Plan {
-    /// The pause after failed attempt number `attempt` (from 1); `None` when the plan has come to its end.
-    fn pause(&self, attempt: u32, chance: f64) -> Option<Duration> {
-        let before = self.pauses.len();
-        match self.pauses.get(attempt.saturating_sub(1) as usize) {
-            Some(pause) => Some(*pause),
+    /// What comes after failed attempt number `attempt` (from 1); `None` when the plan has come to its end.
+    fn step(&self, attempt: u32, chance: f64) -> Option<Step> {
+        let before = self.steps.len();
+        match self.steps.get(attempt.saturating_sub(1) as usize) {
+            Some(step) => Some(*step),
             None => {
                 let attempt = attempt.saturating_sub(u32::try_from(before).unwrap_or(u32::MAX));
-                self.backoff.map(|backoff| backoff.pause(attempt, chance))
+                let backoff = self.backoff?;
+                Some(Step::Wait(backoff.pause(attempt, chance)))
             }
         }
     }
 
     /// How many attempts a message must be allowed for every step to be reached.
     pub(crate) fn attempts(&self) -> usize {
-        1 + self.pauses.len() + usize::from(self.backoff.is_some())
+        1 + self.steps.len() + usize::from(self.backoff.is_some())
     }
 }
 
@@ -168,19 +189,44 @@ impl Policy {
             FailureKind::Panicked => (PoisonReason::Panicked, false),
             FailureKind::TimedOut => (PoisonReason::TimedOut, false),
         };
-        let pause = if hopeless || attempt >= self.max_attempts.get() {
-            None
-        } else if let Some(plan) = plan {
-            plan.pause(attempt, chance)
-        } else {
-            Some(self.backoff.pause(attempt, chance))
+        let own = match failure {
+            FailureKind::RetryAfter(own) => Some(own),
+            _ => None,
         };
-        match (pause, failure) {
-            (Some(_), FailureKind::RetryAfter(own)) => Verdict::RetryAfter(own),
-            (Some(pause), _) => Verdict::RetryAfter(pause),
-            (None, _) if plan.is_some_and(|plan| plan.discard) => Verdict::Discard(reason),
-            (None, _) => Verdict::Poison(reason),
+        let step = if hopeless || attempt >= self.max_attempts.get() {
+            None
+        } else {
+            self.step(plan, attempt, chance)
+        };
+        match step {
+            Some(step) => step.verdict(own),
+            None if plan.is_some_and(|plan| plan.discard) => Verdict::Discard(reason),
+            None => Verdict::Poison(reason),
         }
+    }
+
+    fn step(&self, plan: Option<&Plan>, attempt: u32, chance: f64) -> Option<Step> {
+        match plan {
+            Some(plan) => plan.step(attempt, chance),
+            None => Some(Step::Wait(self.backoff.pause(attempt, chance))),
+        }
+    }
+
+    /// The longest that a message can stay at the head of its key, if every attempt takes `attempt`, whichever
+    /// rules apply. (Without the pauses of the endpoint: then no session holds it.)
+    pub(crate) fn longest(&self, attempt: Duration) -> Duration {
+        let attempts = self.max_attempts.get();
+        let wait = |number: u32| {
+            let plans = self.plans.iter().map(Some);
+            let steps = plans.chain([None]).map(|plan| self.step(plan, number, 1.0));
+            let waits = steps.map(|step| match step {
+                Some(Step::Wait(pause)) => pause,
+                _ => Duration::ZERO,
+            });
+            waits.max().unwrap_or_default()
+        };
+        let waits = (1..attempts).map(wait);
+        waits.fold(attempt.saturating_mul(attempts), Duration::saturating_add)
     }
 }
 
@@ -248,7 +294,7 @@ mod tests {
     /// Retry at once, after 1 s, then with a back-off; discard.
     fn long() -> Plan {
         Plan {
-            pauses: vec![Duration::ZERO, SECOND],
+            steps: vec![Step::Wait(Duration::ZERO), Step::Wait(SECOND)],
             backoff: Some(Backoff::constant(7 * SECOND)),
             discard: true,
         }
@@ -265,7 +311,7 @@ mod tests {
     #[test]
     fn the_nth_step_of_a_plan_applies_after_the_nth_attempt() {
         let short = Plan {
-            pauses: vec![5 * SECOND],
+            steps: vec![Step::Wait(5 * SECOND)],
             ..Plan::default()
         };
         let policy = with_plans(5, vec![long(), short, Plan::default()]);
@@ -302,13 +348,13 @@ mod tests {
     #[test]
     fn a_back_off_after_fixed_pauses_begins_with_its_first_pause() {
         let plan = Plan {
-            pauses: vec![Duration::ZERO; 2],
+            steps: vec![Step::Wait(Duration::ZERO); 2],
             backoff: Some(three_attempts().backoff),
             discard: false,
         };
-        let pauses: Vec<_> = (1..=5).map(|attempt| plan.pause(attempt, 0.5)).collect();
-        let expected = [0, 0, 1, 2, 3].map(|secs| Some(Duration::from_secs(secs)));
-        assert_eq!(pauses, expected);
+        let steps: Vec<_> = (1..=5).map(|attempt| plan.step(attempt, 0.5)).collect();
+        let expected = [0, 0, 1, 2, 3].map(|secs| Some(Step::Wait(Duration::from_secs(secs))));
+        assert_eq!(steps, expected);
     }
 
     #[test]
@@ -333,10 +379,30 @@ mod tests {
         assert_eq!(verdict(1), Verdict::Poison(PoisonReason::Failed));
     }
 
+    #[test]
+    fn an_endpoint_pauses_where_a_plan_says_so_and_that_is_no_time_at_the_head_of_the_key() {
+        let pausing = Plan {
+            steps: vec![Step::Wait(SECOND), Step::PauseEndpoint(60 * SECOND)],
+            ..Plan::default()
+        };
+        let policy = with_plans(3, vec![pausing]);
+        let verdict = |failure| policy.verdict(2, failure, Some(PlanIndex(0)), 0.5);
+        let pause = Verdict::PauseEndpoint;
+        assert_eq!(verdict(FailureKind::Transient), pause(60 * SECOND));
+        let own = FailureKind::RetryAfter(5 * SECOND);
+        assert_eq!(verdict(own), pause(5 * SECOND));
+        // Where no rule applies: 1 s and 2 s.
+        assert_eq!(policy.longest(10 * SECOND), 33 * SECOND);
+    }
+
     fn plans() -> impl Strategy<Value = Vec<Plan>> {
         let plan = (vec(0..3_u64, 0..12), any::<bool>(), any::<bool>());
-        let plan = plan.prop_map(|(pauses, open, discard)| Plan {
-            pauses: pauses.into_iter().map(Duration::from_secs).collect(),
+        let step = |secs| match secs {
+            0 => Step::PauseEndpoint(SECOND),
+            secs => Step::Wait(secs as u32 * SECOND),
+        };
+        let plan = plan.prop_map(move |(steps, open, discard)| Plan {
+            steps: steps.into_iter().map(step).collect(),
             backoff: open.then(Backoff::default),
             discard,
         });
@@ -367,7 +433,7 @@ mod tests {
                 // Number 4 is never there.
                 let plan = plan.checked_sub(1).map(PlanIndex);
                 match policy.verdict(attempts, kind, plan, chance) {
-                    Verdict::RetryAfter(_) => {}
+                    Verdict::RetryAfter(_) | Verdict::PauseEndpoint(_) => {}
                     Verdict::Poison(_) | Verdict::Discard(_) => break,
                 }
             }

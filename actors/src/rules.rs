@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use crate::config::Problem;
 use crate::handler::{Failure, FailureKind};
-use crate::policy::{Backoff, Plan, PlanIndex};
+use crate::policy::{Backoff, Plan, PlanIndex, Step};
 
 /// An ordered list of failure rules: the first that applies to a failure decides. A failure to which none
 /// applies is treated as the endpoint's back-off and `max_delivery_attempts` say.
@@ -377,22 +377,38 @@ impl<E> FailureRule<E> {
     pub fn retry_now(self, times: u32) -> Self {
         // More than the 1,000 that any message may have are refused like 1,001.
         let times = times.min(1_001) as usize;
-        self.retries("retry_now", vec![Duration::ZERO; times])
+        self.retries("retry_now", vec![Step::Wait(Duration::ZERO); times])
     }
 
     /// One retry after each of these pauses. Only the message's key waits. A pause that the handler asks for
     /// ([`Failure::retry_after`]) takes the place of the rule's.
     pub fn retry_after(self, pauses: impl IntoIterator<Item = Duration>) -> Self {
-        self.retries("retry_after", pauses.into_iter().take(1_001).collect())
+        let pauses = pauses.into_iter().take(1_001);
+        self.retries("retry_after", pauses.map(Step::Wait).collect())
     }
 
-    fn retries(mut self, step: &str, pauses: Vec<Duration>) -> Self {
-        if pauses.is_empty() {
+    /// One retry after a pause of the **whole endpoint**, for failures that every message would meet (a
+    /// database that is away): what runs may finish, then the endpoint gives all its sessions back, so that
+    /// another instance may take over, and opens them again after this time. Messages keep their order and
+    /// their attempts.
+    ///
+    /// The state meanwhile is [`EndpointState::Paused`](crate::EndpointState::Paused). Pauses do not add up:
+    /// while the endpoint pauses, only a longer one makes it longer. None is longer than 30 days.
+    pub fn pause_endpoint(mut self, pause: Duration) -> Self {
+        if pause.is_zero() {
+            let what = "has a `pause_endpoint` of no time; use `retry_now` or give it a time";
+            self.rule.problems.push(what.to_owned());
+        }
+        self.retries("pause_endpoint", vec![Step::PauseEndpoint(pause)])
+    }
+
+    fn retries(mut self, step: &str, steps: Vec<Step>) -> Self {
+        if steps.is_empty() {
             let what = format!("has a `{step}` without a retry; remove it");
             self.rule.problems.push(what);
         }
         self.nothing_after_backoff(step);
-        self.rule.plan.pauses.extend(pauses);
+        self.rule.plan.steps.extend(steps);
         self
     }
 

@@ -33,6 +33,8 @@ impl fmt::Display for SessionId {
 /// The shared state of one session.
 pub struct SessionState {
     id: SessionId,
+    /// Which of the endpoint's sources it belongs to.
+    shard: usize,
     ended: CancellationToken,
     /// Time of the last proof of life, in nanoseconds of this process's monotonic clock.
     proven: AtomicU64,
@@ -44,8 +46,14 @@ impl SessionState {
     /// A new session, proven alive now, whose proof never gets too old until
     /// [`require_proof_every`](Self::require_proof_every) says otherwise.
     pub fn start() -> Arc<Self> {
+        Self::of_shard(0)
+    }
+
+    /// The same for one of several sources of an endpoint.
+    pub(crate) fn of_shard(shard: usize) -> Arc<Self> {
         Arc::new(Self {
             id: SessionId::next(),
+            shard,
             ended: CancellationToken::new(),
             proven: AtomicU64::new(nanos(Instant::now())),
             max_age: AtomicU64::new(u64::MAX),
@@ -55,6 +63,10 @@ impl SessionState {
     /// Its id.
     pub fn id(&self) -> SessionId {
         self.id
+    }
+
+    pub(crate) fn shard(&self) -> usize {
+        self.shard
     }
 
     /// Lets nothing start when the last proof of life is older than `age`.

@@ -5,6 +5,7 @@
 //! each tag is named at most once, and `multiple` names one that is still outstanding.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
 
 use crate::envelope::{DeliveryTag, Identity};
 use crate::outcome::Outcome;
@@ -24,6 +25,7 @@ pub(crate) struct AckBook {
 #[derive(Debug)]
 struct Entry {
     tag: DeliveryTag,
+    at: Instant,
     lane: usize,
     state: EntryState,
 }
@@ -44,13 +46,14 @@ impl AckBook {
     /// A delivery arrived and went to a lane. False, and nothing is noted, if its tag is not above all
     /// earlier ones of the session, as a source promises.
     #[must_use]
-    pub(crate) fn arrived(&mut self, tag: DeliveryTag, lane: usize) -> bool {
+    pub(crate) fn arrived(&mut self, tag: DeliveryTag, lane: usize, at: Instant) -> bool {
         if self.last.is_some_and(|last| tag <= last) {
             return false;
         }
         self.last = Some(tag);
         self.entries.push_back(Entry {
             tag,
+            at,
             lane,
             state: EntryState::Outstanding,
         });
@@ -80,6 +83,13 @@ impl AckBook {
             .iter()
             .filter(|entry| entry.state == EntryState::Outstanding)
             .map(|entry| entry.lane)
+    }
+
+    /// When the oldest that has not ended arrived.
+    pub(crate) fn oldest(&self) -> Option<Instant> {
+        let mut entries = self.entries.iter();
+        let oldest = entries.find(|entry| entry.state == EntryState::Outstanding);
+        oldest.map(|entry| entry.at)
     }
 
     /// Whether there is something to acknowledge.
@@ -226,7 +236,7 @@ mod tests {
     fn book(tags: std::ops::RangeInclusive<u64>) -> AckBook {
         let mut book = AckBook::default();
         for tag in tags {
-            assert!(book.arrived(DeliveryTag(tag), 0));
+            assert!(book.arrived(DeliveryTag(tag), 0, Instant::now()));
         }
         book
     }
@@ -277,12 +287,31 @@ mod tests {
 
     #[test]
     fn a_tag_that_does_not_rise_is_refused_also_when_everything_is_settled() {
-        let mut book = book(1..=3);
-        assert!(!book.arrived(DeliveryTag(3), 0));
+        let (mut book, at) = (book(1..=3), Instant::now());
+        assert!(!book.arrived(DeliveryTag(3), 0, at));
         end(&mut book, &[1, 2, 3]);
         assert_eq!(acks(&mut book), [(3, true)]);
-        assert!(!book.arrived(DeliveryTag(2), 0));
-        assert!(book.arrived(DeliveryTag(4), 0));
+        assert!(!book.arrived(DeliveryTag(2), 0, at));
+        assert!(book.arrived(DeliveryTag(4), 0, at));
+    }
+
+    #[test]
+    fn the_oldest_is_the_first_to_arrive_of_what_has_not_ended() {
+        let mut book = AckBook::default();
+        let start = Instant::now();
+        for tag in 1..=3 {
+            let at = start + std::time::Duration::from_secs(tag);
+            assert!(book.arrived(DeliveryTag(tag), 0, at));
+        }
+        let seconds = |book: &AckBook| Some((book.oldest()? - start).as_secs());
+        end(&mut book, &[2]);
+        assert_eq!(seconds(&book), Some(1));
+        end(&mut book, &[1]);
+        assert_eq!(seconds(&book), Some(3));
+        acks(&mut book);
+        assert_eq!(seconds(&book), Some(3));
+        end(&mut book, &[3]);
+        assert_eq!(seconds(&book), None);
     }
 
     fn identity(id: Option<&str>, body: &'static str) -> Identity {

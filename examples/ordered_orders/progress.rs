@@ -100,7 +100,9 @@ async fn tell(mut events: Receiver<Event>, bar: ProgressBar) {
             EventKind::Connected { reconnects, .. } if reconnects > 0 => {
                 format!("{endpoint}: connected again")
             }
-            EventKind::Disconnected { reason, retry_in } => {
+            EventKind::Disconnected {
+                reason, retry_in, ..
+            } => {
                 format!("{endpoint}: disconnected ({reason}), next try in {retry_in:.1?}")
             }
             EventKind::ParkingFailed { error, .. } => format!("{endpoint}: cannot park: {error}"),

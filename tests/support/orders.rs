@@ -31,6 +31,9 @@ pub const PARKED: &str = "orders-parked";
 /// The exchange that leads there.
 pub const DLX: &str = "orders-dlx";
 
+/// Lets pauses that never end in a test fit into the time in which the source wants an acknowledgement.
+pub const NO_ACK_TIMEOUT: Duration = Duration::from_secs(7 * 86_400);
+
 /// Waits for `future`, but not for ever; says what was awaited in vain.
 #[track_caller]
 pub fn within<F: Future>(what: &str, future: F) -> impl Future<Output = F::Output> {

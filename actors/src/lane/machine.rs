@@ -40,7 +40,7 @@
 //! they have an id. Without ids that remains: more attempts than allowed, a second copy in the parking
 //! place; never another order.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use slab::Slab;
@@ -235,6 +235,8 @@ pub enum Effect<D> {
         /// The bound of the hold.
         at_most: Duration,
     },
+    /// The endpoint is to give its sessions back for this long.
+    PauseEndpoint(Duration),
     /// A message ended without effect.
     Gap {
         /// The message.
@@ -283,12 +285,21 @@ pub struct Machine<D> {
     by_key: KeyMap<usize>,
     next_stamp: u64,
     paused: bool,
-    draining: BTreeSet<SessionId>,
+    draining: BTreeMap<SessionId, Draining>,
     /// Tracks that hold only a memory, by stamp and therefore oldest first.
     remembered: BTreeMap<u64, usize>,
     remember_at_most: usize,
     /// Deliveries that wait or run.
     depth: usize,
+}
+
+/// A session that drains.
+#[derive(Debug, Clone, Copy, Default)]
+struct Draining {
+    /// It was told that nothing of it runs or parks.
+    told: bool,
+    /// It has ended.
+    ended: bool,
 }
 
 struct Track<D> {
@@ -373,17 +384,19 @@ impl<D: Item> Machine<D> {
             by_key: KeyMap::default(),
             next_stamp: 0,
             paused: false,
-            draining: BTreeSet::new(),
+            draining: BTreeMap::new(),
             remembered: BTreeMap::new(),
             remember_at_most,
             depth: 0,
         }
     }
 
-    /// An empty machine that recognises answers to questions of this one as outdated.
+    /// An empty machine that recognises answers to questions of this one as outdated, and tells what this one
+    /// was still to tell of draining sessions.
     pub fn successor(&self) -> Self {
         Self {
             next_stamp: self.next_stamp + 1,
+            draining: self.draining.clone(),
             ..Self::new(self.policy.clone(), self.plan, self.remember_at_most)
         }
     }
@@ -475,7 +488,7 @@ impl<D: Item> Machine<D> {
     // ---- events
 
     fn offered(&mut self, delivery: D, effects: &mut Vec<Effect<D>>) {
-        if self.draining.contains(&delivery.session()) {
+        if self.draining.contains_key(&delivery.session()) {
             return; // not started: closing the session gives it back
         }
         self.depth += 1;
@@ -556,7 +569,7 @@ impl<D: Item> Machine<D> {
             RunResult::Failed { kind, plan, chance } => {
                 let verdict = self.policy.verdict(attempts, kind, plan, chance);
                 let retry_in = match verdict {
-                    Verdict::RetryAfter(pause) => Some(pause),
+                    Verdict::RetryAfter(pause) | Verdict::PauseEndpoint(pause) => Some(pause),
                     Verdict::Poison(_) | Verdict::Discard(_) => None,
                 };
                 effects.push(Effect::AttemptFailed {
@@ -565,13 +578,14 @@ impl<D: Item> Machine<D> {
                     kind,
                     retry_in,
                 });
+                if let Verdict::PauseEndpoint(pause) = verdict {
+                    effects.push(Effect::PauseEndpoint(pause));
+                }
                 match verdict {
-                    Verdict::RetryAfter(_) if self.draining.contains(&session) => {
-                        self.depth -= 1;
-                        self.remember(slot, &head, attempts, Next::Run, effects);
-                    }
-                    Verdict::RetryAfter(pause) => {
-                        self.back_off(slot, head, attempts, orphan, pause, effects);
+                    Verdict::RetryAfter(pause) | Verdict::PauseEndpoint(pause) => {
+                        let draining = !orphan && self.draining.contains_key(&session);
+                        self.depth -= usize::from(draining);
+                        self.back_off(slot, head, attempts, orphan || draining, pause, effects);
                     }
                     Verdict::Poison(reason) | Verdict::Discard(reason) => {
                         let plan = match verdict {
@@ -601,7 +615,7 @@ impl<D: Item> Machine<D> {
         orphan: bool,
         effects: &mut Vec<Effect<D>>,
     ) {
-        let draining = !orphan && self.draining.contains(&head.session());
+        let draining = !orphan && self.draining.contains_key(&head.session());
         self.depth -= usize::from(draining);
         if orphan || draining {
             self.remember(slot, &head, attempts, Next::Run, effects);
@@ -706,44 +720,21 @@ impl<D: Item> Machine<D> {
     }
 
     fn session_ended(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
-        self.draining.remove(&session);
+        if let Some(draining) = self.draining.get_mut(&session) {
+            draining.ended = true;
+        }
         self.forget_waiting(session);
         for slot in self.slots() {
-            // Gone if what an earlier slot left to remember took its place.
+            self.give_back(slot, session, effects);
             let Some(track) = self.tracks.get_mut(slot) else {
                 continue;
             };
-            let (stamp, keyless) = (track.stamp, track.key.is_none());
+            let stamp = track.stamp;
             match &mut track.state {
-                State::Ready { head, attempts } if head.session() == session => {
-                    let (head, attempts) = (head.clone(), *attempts);
-                    self.depth -= 1;
-                    self.remember(slot, &head, attempts, Next::Run, effects);
-                }
                 State::Running { head, orphan, .. } if head.session() == session && !*orphan => {
                     *orphan = true;
                     self.depth -= 1;
                     effects.push(Effect::Cancel(Ticket { slot, stamp }));
-                }
-                State::BackingOff { head, attempts, .. }
-                    if head.as_ref().is_some_and(|head| head.session() == session) =>
-                {
-                    self.depth -= 1;
-                    let attempts = *attempts;
-                    match head.take() {
-                        // No copy will ever come to this track: the count goes with the message.
-                        Some(head) if keyless => {
-                            self.remember(slot, &head, attempts, Next::Run, effects);
-                        }
-                        _ => self.rejoin_backoff(slot, effects),
-                    }
-                }
-                State::Held { head, .. }
-                    if head.as_ref().is_some_and(|head| head.session() == session) =>
-                {
-                    self.depth -= 1;
-                    *head = None;
-                    self.rejoin_hold(slot, effects);
                 }
                 State::Parking(parking) if parking.head.session() == session && !parking.orphan => {
                     parking.orphan = true;
@@ -755,40 +746,55 @@ impl<D: Item> Machine<D> {
                 _ => {}
             }
         }
+        self.report_quiet(effects);
     }
 
+    /// Nothing of the session starts any more. What has not started will be given back: as far as it is
+    /// concerned the session has ended; what runs or is being parked can still be settled.
     fn drain(&mut self, session: SessionId, effects: &mut Vec<Effect<D>>) {
-        self.draining.insert(session);
+        self.draining.entry(session).or_default();
         self.forget_waiting(session);
         for slot in self.slots() {
-            // Gone if what an earlier slot left to remember took its place.
-            let Some(track) = self.tracks.get_mut(slot) else {
-                continue;
-            };
-            if let State::Held { head, .. } = &mut track.state
-                && head.take_if(|head| head.session() == session).is_some()
-            {
-                self.depth -= 1;
-                self.rejoin_hold(slot, effects);
-                continue;
-            }
-            let unstarted = match &track.state {
-                State::Ready { head, attempts } if head.session() == session => {
-                    Some((head.clone(), *attempts))
-                }
-                State::BackingOff {
-                    head: Some(head),
-                    attempts,
-                    ..
-                } if head.session() == session => Some((head.clone(), *attempts)),
-                _ => None,
-            };
-            if let Some((head, attempts)) = unstarted {
+            self.give_back(slot, session, effects);
+        }
+        self.report_quiet(effects);
+    }
+
+    /// A head of the session that waits is no longer here.
+    fn give_back(&mut self, slot: usize, session: SessionId, effects: &mut Vec<Effect<D>>) {
+        // Gone if what an earlier slot left to remember took its place.
+        let Some(track) = self.tracks.get_mut(slot) else {
+            return;
+        };
+        let keyless = track.key.is_none();
+        match &mut track.state {
+            State::Ready { head, attempts } if head.session() == session => {
+                let (head, attempts) = (head.clone(), *attempts);
                 self.depth -= 1;
                 self.remember(slot, &head, attempts, Next::Run, effects);
             }
+            State::BackingOff { head, attempts, .. }
+                if head.as_ref().is_some_and(|head| head.session() == session) =>
+            {
+                self.depth -= 1;
+                let attempts = *attempts;
+                match head.take() {
+                    // No copy will ever come to this track: the count goes with the message.
+                    Some(head) if keyless => {
+                        self.remember(slot, &head, attempts, Next::Run, effects);
+                    }
+                    _ => self.rejoin_backoff(slot, effects),
+                }
+            }
+            State::Held { head, .. }
+                if head.as_ref().is_some_and(|head| head.session() == session) =>
+            {
+                self.depth -= 1;
+                *head = None;
+                self.rejoin_hold(slot, effects);
+            }
+            _ => {}
         }
-        self.report_quiet(effects);
     }
 
     fn resumed(&mut self, effects: &mut Vec<Effect<D>>) {
@@ -861,16 +867,17 @@ impl<D: Item> Machine<D> {
         }
     }
 
+    /// `gone`: the head's session has ended, or is about to give it back.
     fn back_off(
         &mut self,
         slot: usize,
         head: D,
         attempts: u32,
-        orphan: bool,
+        gone: bool,
         pause: Duration,
         effects: &mut Vec<Effect<D>>,
     ) {
-        if orphan && self.tracks[slot].key.is_none() {
+        if gone && self.tracks[slot].key.is_none() {
             self.remember(slot, &head, attempts, Next::Run, effects);
             return;
         }
@@ -879,14 +886,14 @@ impl<D: Item> Machine<D> {
         track.stamp = stamp;
         track.state = State::BackingOff {
             identity: head.identity().clone(),
-            head: (!orphan).then_some(head),
+            head: (!gone).then_some(head),
             attempts,
         };
         effects.push(Effect::ArmTimer {
             ticket: Ticket { slot, stamp },
             after: pause,
         });
-        if orphan {
+        if gone {
             self.rejoin_backoff(slot, effects);
         }
     }
@@ -944,7 +951,7 @@ impl<D: Item> Machine<D> {
         effects: &mut Vec<Effect<D>>,
     ) {
         let stamp = self.stamp();
-        let draining = self.draining.contains(&head.session());
+        let draining = self.draining.contains_key(&head.session());
         // What drains is given back: the hold goes on with the copy.
         self.depth -= usize::from(draining);
         let track = &mut self.tracks[slot];
@@ -1165,24 +1172,29 @@ impl<D: Item> Machine<D> {
         }
     }
 
-    /// Tells of each draining session of which nothing is left. May be told more than once.
-    fn report_quiet(&self, effects: &mut Vec<Effect<D>>) {
-        for &session in &self.draining {
+    /// Tells of each draining session, once, that nothing is left of it.
+    fn report_quiet(&mut self, effects: &mut Vec<Effect<D>>) {
+        let tracks = &self.tracks;
+        self.draining.retain(|&session, draining| {
             // An orphan counts too: whoever takes over must not start while it runs.
-            let busy = self.tracks.iter().any(|(_, track)| match &track.state {
-                State::Running {
-                    head,
-                    orphan,
-                    stuck,
-                    ..
-                } => !stuck && (*orphan || head.session() == session),
-                State::Parking(parking) => parking.orphan || parking.head.session() == session,
-                _ => false,
-            });
-            if !busy {
+            let busy = || {
+                tracks.iter().any(|(_, track)| match &track.state {
+                    State::Running {
+                        head,
+                        orphan,
+                        stuck,
+                        ..
+                    } => !stuck && (*orphan || head.session() == session),
+                    State::Parking(parking) => parking.orphan || parking.head.session() == session,
+                    _ => false,
+                })
+            };
+            if !draining.told && !busy() {
+                draining.told = true;
                 effects.push(Effect::Quiet(session));
             }
-        }
+            !(draining.told && draining.ended)
+        });
     }
 }
 

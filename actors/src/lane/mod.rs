@@ -88,12 +88,15 @@ pub(crate) enum ToLane {
     HoldTooMany(Ticket),
     /// A session ended.
     SessionEnded(SessionId),
-    /// Nothing may start any more, of the source's session or of a direct sender's.
+    /// Nothing of a session may start any more; tell when nothing of it runs.
     Drain(SessionId),
+    /// Nothing may start any more; tell, under this name, when nothing runs of direct senders' sessions and
+    /// of sessions that were lost.
+    DrainAll(SessionId),
     /// A new proof of life: things may start again.
     Resume,
-    /// The drain's deadline has passed: abort what runs.
-    AbortRuns,
+    /// The time for a drain is over: abort what runs, of one session or of all.
+    AbortRuns(Option<SessionId>),
     /// The endpoint has stopped.
     Stop,
     /// Panics, to test the restart of the lane.
@@ -132,6 +135,7 @@ struct Run {
 
 /// One held head.
 struct Hold {
+    shard: usize,
     since: Instant,
     key: Option<Fingerprint>,
     message: Option<MessageId>,
@@ -172,8 +176,8 @@ pub(crate) struct Lane {
     direct_sessions: BTreeSet<SessionId>,
     /// Nothing starts any more.
     drains: bool,
-    /// Sessions that drain and are not quiet yet.
-    draining: BTreeSet<SessionId>,
+    /// Sessions that drain and are not quiet yet, and under which name that is told.
+    draining: BTreeMap<SessionId, SessionId>,
     /// Restarted, and what it has forgotten will come again in the next session only. Until this one is
     /// known to be over nothing of it is taken: it would start before what was forgotten.
     forgetful: bool,
@@ -206,7 +210,7 @@ impl Lane {
             settled: Vec::new(),
             direct_sessions: BTreeSet::new(),
             drains: false,
-            draining: BTreeSet::new(),
+            draining: BTreeMap::new(),
             forgetful: false,
         }
     }
@@ -290,7 +294,7 @@ impl Lane {
                 let message = delivery.envelope().id.clone();
                 tracing::warn!(
                     endpoint = %self.endpoint.config.name,
-                    queue = %self.endpoint.queue,
+                    queue = %self.endpoint.queue_of(&delivery),
                     key = key.map(tracing::field::display),
                     message = message.as_ref().map(tracing::field::display),
                     attempt,
@@ -327,7 +331,7 @@ impl Lane {
                     .unwrap_or_default();
                 let letter = DeadLetter {
                     endpoint: Arc::clone(&self.endpoint.config.name),
-                    queue: Arc::clone(&self.endpoint.queue),
+                    queue: Arc::clone(self.endpoint.queue_of(&delivery)),
                     key: self.endpoint.fingerprint(delivery.key()),
                     reason,
                     detail: self.endpoint.redact(&detail, delivery.key()),
@@ -364,6 +368,9 @@ impl Lane {
                     letter: None,
                 });
             }
+            Effect::PauseEndpoint(pause) => {
+                self.supervisor.do_send(FromLane::PauseEndpoint(pause));
+            }
             Effect::Gap {
                 delivery,
                 reason,
@@ -377,7 +384,7 @@ impl Lane {
                 let message = delivery.envelope().id.clone();
                 tracing::error!(
                     endpoint = %self.endpoint.config.name,
-                    queue = %self.endpoint.queue,
+                    queue = %self.endpoint.queue_of(&delivery),
                     key = key.map(tracing::field::display),
                     message = message.as_ref().map(tracing::field::display),
                     "handler blocks its thread and cannot be aborted: its key waits for it"
@@ -389,11 +396,13 @@ impl Lane {
                 self.endpoint.emit(EventKind::Unstuck { key });
             }
             Effect::Quiet(session) => {
-                // Reported after each end; nothing starts any more, so the first report is the last word.
-                if self.draining.remove(&session) && self.draining.is_empty() {
+                if let Some(name) = self.draining.remove(&session)
+                    && !self.draining.values().any(|other| *other == name)
+                {
                     // What ended in this very step must be acknowledged before the session is closed.
                     self.tell_settled();
-                    self.supervisor.do_send(FromLane::Quiet(self.link.index()));
+                    let quiet = FromLane::Quiet(self.link.index(), name);
+                    self.supervisor.do_send(quiet);
                 }
             }
         }
@@ -536,7 +545,7 @@ impl Lane {
         let message = delivery.envelope().id.clone();
         tracing::error!(
             endpoint = %self.endpoint.config.name,
-            queue = %self.endpoint.queue,
+            queue = %self.endpoint.queue_of(delivery),
             key = key.map(tracing::field::display),
             message = message.as_ref().map(tracing::field::display),
             %reason,
@@ -554,6 +563,7 @@ impl Lane {
         self.since.insert(ticket, since);
         self.timers.insert((since + at_most, ticket), ());
         let hold = Hold {
+            shard: Delivery::session(delivery).shard(),
             since,
             key,
             message,
@@ -585,10 +595,11 @@ impl Lane {
     fn tell_hold_ended(&self, hold: &Hold, why: HoldOver) {
         let after = hold.since.elapsed();
         let (key, message) = (hold.key, hold.message.clone());
+        let queue = &self.endpoint.queues[hold.shard];
         if matches!(why, HoldOver::TooLong | HoldOver::TooMany) {
             tracing::error!(
                 endpoint = %self.endpoint.config.name,
-                queue = %self.endpoint.queue,
+                %queue,
                 key = key.map(tracing::field::display),
                 message = message.as_ref().map(tracing::field::display),
                 reason = %hold.reason,
@@ -599,7 +610,7 @@ impl Lane {
         } else {
             tracing::info!(
                 endpoint = %self.endpoint.config.name,
-                queue = %self.endpoint.queue,
+                %queue,
                 key = key.map(tracing::field::display),
                 message = message.as_ref().map(tracing::field::display),
                 reason = %hold.reason,
@@ -632,6 +643,7 @@ impl Lane {
         }
         let held = self.holds.iter().map(|(&ticket, hold)| HeldKey {
             ticket,
+            shard: hold.shard,
             since: hold.since,
             credits: self.machine.held(ticket).unwrap_or(0),
         });
@@ -822,17 +834,18 @@ impl Handler<ToLane> for Lane {
                 // comes from a new one, and so completely.
                 self.forgetful = false;
                 self.feed(Event::SessionEnded(session), None);
-                if self.draining.contains(&session) {
-                    // The machine forgets an ended session; its attempts may still run, and the drain waits
-                    // for the word that they have ended.
-                    self.feed(Event::Drain(session), None);
-                }
             }
             ToLane::Drain(session) => {
+                self.draining.insert(session, session);
+                self.feed(Event::Drain(session), None);
+            }
+            ToLane::DrainAll(name) => {
                 self.drains = true;
-                self.draining.clone_from(&self.direct_sessions);
-                self.draining.insert(session);
-                for session in self.draining.clone() {
+                let direct = std::mem::take(&mut self.direct_sessions);
+                let rest: Vec<_> = direct.into_iter().chain([name]).collect();
+                self.draining
+                    .extend(rest.iter().map(|&session| (session, name)));
+                for session in rest {
                     self.feed(Event::Drain(session), None);
                 }
             }
@@ -848,9 +861,11 @@ impl Handler<ToLane> for Lane {
                 self.end_hold(ticket, HoldEnd::Release, HoldOver::TooMany);
             }
             ToLane::Resume => self.feed(Event::Resumed, None),
-            ToLane::AbortRuns => {
+            ToLane::AbortRuns(session) => {
                 for run in self.runs.values_mut() {
-                    run.abort();
+                    if session.is_none_or(|session| session == run.delivery.session_id()) {
+                        run.abort();
+                    }
                 }
             }
             ToLane::Stop => {

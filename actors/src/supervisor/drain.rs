@@ -1,25 +1,46 @@
-//! The drain; its steps are in the parent module's text.
+//! The drain of the whole endpoint: every session is given (see [`shard`](super::shard)), direct senders
+//! are refused, and when nothing runs any more the lanes stop.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use actix::{ActorContext, ActorFutureExt, AsyncContext, Context, WrapFuture};
+use actix::{ActorContext, AsyncContext, Context};
 use tokio::sync::oneshot;
 
 use crate::lane::ToLane;
 use crate::observe::{EndpointState, EventKind};
+use crate::session::SessionId;
 
-use super::{DrainReport, EndpointSupervisor};
-
-/// After the deadline, how long aborted attempts may take before the session is closed all the same.
-const ABORT_PATIENCE: Duration = Duration::from_secs(1);
+use super::{ABORT_PATIENCE, DrainReport, EndpointSupervisor};
 
 pub(super) struct Draining {
-    pub(super) quiet: Vec<bool>,
+    /// Stands for everything that belongs to no open session: direct deliveries, and attempts whose session
+    /// was lost and that still run.
+    pub(super) rest: SessionId,
+    pub(super) quiet: QuietLanes,
+    pub(super) given_back: usize,
     pub(super) reports: Vec<oneshot::Sender<DrainReport>>,
-    pub(super) closing: bool,
     /// Why, if it was not asked for.
     pub(super) broken: bool,
+    /// The deadline has passed, and what was aborted then has had its time.
+    pub(super) over: bool,
+}
+
+/// Which lanes have said that nothing of something runs any more.
+pub(super) struct QuietLanes(Vec<bool>);
+
+impl QuietLanes {
+    pub(super) fn none_of(lanes: usize) -> Self {
+        Self(vec![false; lanes])
+    }
+
+    pub(super) fn mark(&mut self, lane: usize) {
+        self.0[lane] = true;
+    }
+
+    pub(super) fn all(&self) -> bool {
+        self.0.iter().all(|&quiet| quiet)
+    }
 }
 
 impl EndpointSupervisor {
@@ -31,68 +52,65 @@ impl EndpointSupervisor {
         for gate in self.gates.iter() {
             gate.slots.close();
         }
+        let rest = SessionId::next();
         self.drain = Some(Draining {
-            quiet: vec![false; self.lanes.len()],
+            rest,
+            quiet: QuietLanes::none_of(self.lanes.len()),
+            given_back: 0,
             reports: Vec::new(),
-            closing: false,
             broken,
+            over: false,
         });
-        let session = self.last_session;
-        self.tell_lanes(|| ToLane::Drain(session));
+        self.tell_lanes(|| ToLane::DrainAll(rest));
+        for shard in 0..self.shards.len() {
+            self.give(shard);
+        }
         // Shown only now: whatever somebody who sees it does, the lanes hear of the drain first.
         self.set_state(EndpointState::Draining);
         self.answer_first(Err("the endpoint is draining".to_owned()));
         ctx.run_later(within, |this, ctx| {
-            if this.drain.as_ref().is_some_and(|drain| !drain.closing) {
+            if this.drain.is_some() {
                 this.endpoint.cancel.cancel();
-                this.tell_lanes(|| ToLane::AbortRuns);
-                ctx.run_later(ABORT_PATIENCE, |this, ctx| this.close(ctx));
+                this.tell_lanes(|| ToLane::AbortRuns(None));
+                ctx.run_later(ABORT_PATIENCE, Self::drain_at_once);
             }
         });
     }
 
-    pub(super) fn maybe_close(&mut self, ctx: &mut Context<Self>) {
-        let all_quiet = |drain: &Draining| drain.quiet.iter().all(|&quiet| quiet);
-        if self.drain.as_ref().is_some_and(all_quiet) {
-            self.close(ctx);
-        }
-    }
-
-    /// The last steps: acknowledge, barrier, close, stop. Everything in them is bounded by the source.
-    pub(super) fn close(&mut self, ctx: &mut Context<Self>) {
-        match &mut self.drain {
-            Some(drain) if !drain.closing => drain.closing = true,
-            _ => return,
-        }
-        self.flush();
-        let live = self.live.take();
-        let report = DrainReport {
-            given_back: live.as_ref().map_or(0, |live| live.book.unsettled()),
-            unfinished: self.endpoint.permits.running() as usize,
+    /// The rest of a drain, without waiting for anything that runs.
+    pub(super) fn drain_at_once(&mut self, ctx: &mut Context<Self>) {
+        let Some(drain) = &mut self.drain else {
+            return;
         };
-        ctx.spawn(
-            async move {
-                if let Some(live) = live {
-                    // An error means that the session ended by itself: everything unsettled is given back.
-                    let _ = live.control.barrier().await;
-                    // Before the close: what it gives back may start elsewhere at once.
-                    live.state.end();
-                    live.control.close().await;
-                }
-            }
-            .into_actor(self)
-            .map(move |(), this, ctx| this.stopped(report, ctx)),
-        );
+        drain.over = true;
+        for shard in 0..self.shards.len() {
+            self.close(shard, ctx);
+        }
+        self.stop_if_done(ctx);
     }
 
-    pub(super) fn stopped(&mut self, report: DrainReport, ctx: &mut Context<Self>) {
+    /// Stops when nothing is left to wait for.
+    pub(super) fn stop_if_done(&mut self, ctx: &mut Context<Self>) {
+        let Some(drain) = &self.drain else {
+            return;
+        };
+        let given = |shard: &super::Shard| shard.live.is_none() && shard.giving.is_none();
+        if (drain.over || drain.quiet.all()) && self.shards.iter().all(given) {
+            self.stopped(ctx);
+        }
+    }
+
+    fn stopped(&mut self, ctx: &mut Context<Self>) {
+        let Some(drain) = self.drain.take() else {
+            return;
+        };
         self.endpoint.cancel.cancel();
-        let session = self.last_session;
-        self.tell_lanes(|| ToLane::SessionEnded(session));
         self.tell_lanes(|| ToLane::Stop);
         self.mails.iter().for_each(|mail| mail.close());
-        let drain = self.drain.take();
-        let broken = drain.as_ref().is_some_and(|drain| drain.broken);
+        let report = DrainReport {
+            given_back: drain.given_back,
+            unfinished: self.endpoint.permits.running() as usize,
+        };
         tracing::info!(
             endpoint = %self.endpoint.config.name,
             queue = %self.endpoint.queue,
@@ -104,12 +122,12 @@ impl EndpointSupervisor {
             given_back: report.given_back,
             unfinished: report.unfinished,
         });
-        self.set_state(if broken {
+        self.set_state(if drain.broken {
             EndpointState::Failed
         } else {
             EndpointState::Stopped
         });
-        for waiting in drain.into_iter().flat_map(|drain| drain.reports) {
+        for waiting in drain.reports {
             // An error means that nobody waits any more.
             let _ = waiting.send(report);
         }

@@ -76,7 +76,7 @@ impl EndpointHandle {
     }
 
     fn endpoint_snapshot(&self) -> EndpointSnapshot {
-        snapshot_of(&self.endpoint, *self.state.borrow(), 0)
+        snapshot_of(&self.endpoint, *self.state.borrow())
     }
 
     /// What happens at this endpoint (and at every other that was given the same [`Events`]).
@@ -140,16 +140,13 @@ pub struct DrainReport {
     pub unfinished: usize,
 }
 
-pub(super) fn snapshot_of(
-    endpoint: &Endpoint,
-    state: EndpointState,
-    in_flight: usize,
-) -> EndpointSnapshot {
+pub(super) fn snapshot_of(endpoint: &Endpoint, state: EndpointState) -> EndpointSnapshot {
     let counters = &endpoint.counters;
     EndpointSnapshot {
         endpoint: Arc::clone(&endpoint.config.name),
         state,
-        in_flight,
+        in_flight: 0,
+        shards: Vec::new(),
         credits: u32::from(endpoint.config.credits),
         running: endpoint.permits.running() as usize,
         lane_depth: Vec::new(),

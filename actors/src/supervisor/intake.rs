@@ -1,6 +1,7 @@
-//! Intake: from a batch of the source to the lanes, by key.
+//! Intake: from a batch of a shard to the lanes, by key.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, HeaderValue};
@@ -10,17 +11,19 @@ use crate::observe::EventKind;
 use crate::outcome::Outcome;
 
 use super::EndpointSupervisor;
+use super::shard::Shard;
 
 impl EndpointSupervisor {
     /// Sends deliveries to their lanes.
     ///
     /// # Errors
     /// When the source breaks its promise: then the session is of no use any more.
-    pub(super) fn arrived(&mut self, batch: Vec<Delivery>) -> Result<(), String> {
-        let Some(live) = &mut self.live else {
+    pub(super) fn arrived(&mut self, shard: usize, batch: Vec<Delivery>) -> Result<(), String> {
+        let Shard { live, finished, .. } = &mut self.shards[shard];
+        let Some(live) = live else {
             return Ok(());
         };
-        let mut broken = Ok(());
+        let (mut broken, now) = (Ok(()), Instant::now());
         let ordered = self.endpoint.config.ordering.is_some();
         for mut delivery in batch {
             let (tag, identity) = (delivery.tag(), delivery.identity());
@@ -30,11 +33,9 @@ impl EndpointSupervisor {
                     "the source gave delivery tag {tag}, which does not rise"
                 ))
             };
-            let copy_of = self
-                .finished
-                .match_copy(identity, delivery.is_redelivered());
+            let copy_of = finished.match_copy(identity, delivery.is_redelivered());
             if let Some(ending) = copy_of {
-                if !live.book.arrived(tag, 0) {
+                if !live.book.arrived(tag, 0, now) {
                     broken = out_of_order();
                     break;
                 }
@@ -42,7 +43,7 @@ impl EndpointSupervisor {
                 if ending.late && ending.outcome == Outcome::Handled {
                     self.endpoint.counters.handled.add(1);
                 }
-                self.finished.record(delivery.identity(), ending.outcome);
+                finished.record(delivery.identity(), ending.outcome);
                 continue;
             }
             if ordered {
@@ -58,7 +59,7 @@ impl EndpointSupervisor {
                     least_loaded(&self.loads)
                 }
             };
-            if !live.book.arrived(tag, lane) {
+            if !live.book.arrived(tag, lane, now) {
                 broken = out_of_order();
                 break;
             }

@@ -1,22 +1,20 @@
-//! The EndpointSupervisor actor: owns the source's session, the credits, the lanes and the drain.
+//! The EndpointSupervisor actor: owns the sessions of its shards, the credits, the lanes and the drain.
 //!
 //! ```text
-//! source ── batches ──► supervisor ── one message per lane and batch ──► lanes
+//! shards ── batches ──► supervisor ── one message per lane and batch ──► lanes
 //!    ▲                      │  ▲                                          │
 //!    └── acknowledgements ──┘  └────────────── ended, in batches ─────────┘
 //! ```
+//! An endpoint over one queue has one shard, and whatever their number there is one set of lanes.
+//!
 //! It is the only one who acknowledges (invariant 5). From the moment a session is seen to be lost,
 //! nothing of it is started or settled (invariant 8); what it finished is remembered, so that copies
 //! need not run again.
-//!
-//! **Drain**, in this order: no more intake; the lanes start nothing new; what runs may finish, and what
-//! is being parked may be confirmed, until the deadline; every acknowledgement is processed (barrier);
-//! the session is closed, which gives the rest back in order; the lanes stop.
 
 mod drain;
 mod handle;
 mod intake;
-mod session;
+mod shard;
 mod spec;
 mod start;
 
@@ -36,17 +34,20 @@ use crate::key::LaneIndex;
 use crate::lane::{LaneGate, LaneLink, Mail, ToLane};
 use crate::observe::{EndpointSnapshot, EndpointState, EventKind};
 use crate::outcome::Outcome;
-use crate::port::{Session, Source, SourceError};
-use crate::session::{SessionId, SessionState};
-use crate::settlement::{AckBook, Ending, Finished};
+use crate::port::SourceError;
+use crate::session::SessionId;
+use crate::settlement::Ending;
 
 pub use handle::{DrainReport, EndpointHandle};
 pub use spec::{EndpointSpec, check_endpoint};
 
 use drain::Draining;
+use shard::Shard;
 
 /// How often the supervisor looks after paused lanes and used-up credits.
 const HOUSEKEEPING: Duration = Duration::from_millis(250);
+/// How long aborted attempts may take before their session is closed all the same.
+const ABORT_PATIENCE: Duration = Duration::from_secs(1);
 
 // ---- messages
 
@@ -58,8 +59,11 @@ pub(crate) enum FromLane {
     Forgotten(Identity, u32),
     /// The source has processed the acknowledgement of a message that ended without effect.
     BarrierPassed(Arc<Delivery>, Outcome),
-    Quiet(LaneIndex),
+    /// Nothing of a session that drains runs in the lane any more.
+    Quiet(LaneIndex, SessionId),
     Paused,
+    /// A failure rule says so.
+    PauseEndpoint(Duration),
     HandlersGone,
     Restarted,
     /// The lane has panicked too often.
@@ -106,26 +110,17 @@ struct Drain {
 
 /// An item of the source's stream: a batch, an error, or (without either) the end.
 struct FromSource {
+    shard: usize,
     session: SessionId,
     batch: Option<Result<Vec<Delivery>, SourceError>>,
 }
 
 // ---- the actor
 
-/// The open session.
-struct Live {
-    state: Arc<SessionState>,
-    control: Arc<dyn Session>,
-    book: AckBook,
-    opened: Instant,
-    /// Something was acknowledged on it.
-    useful: bool,
-}
-
 /// Supervises one endpoint; see the module.
 pub struct EndpointSupervisor {
     endpoint: Arc<Endpoint>,
-    source: Arc<dyn Source>,
+    shards: Vec<Shard>,
     lanes: Arc<Vec<Arc<LaneLink>>>,
     mails: Vec<Arc<Mail>>,
     gates: Arc<Vec<Arc<LaneGate>>>,
@@ -134,16 +129,12 @@ pub struct EndpointSupervisor {
     loads: Vec<usize>,
     /// Deliveries of one batch, by lane.
     by_lane: Vec<Vec<Arc<Delivery>>>,
-    live: Option<Live>,
-    last_session: SessionId,
-    finished: Finished,
     /// Attempts of keyless messages whose session has ended.
     earlier_attempts: HashMap<Identity, u32>,
-    /// Failed tries to open a session, and sessions that were of no use, since the last useful one.
-    failures: u32,
     flush_scheduled: bool,
     any_paused: bool,
-    exhausted: bool,
+    /// No session is open, or opened, before.
+    paused_until: Option<Instant>,
     /// Lanes that were given up. They report nothing any more.
     dead_lanes: Vec<LaneIndex>,
     first_session: Vec<oneshot::Sender<Result<(), String>>>,
@@ -160,14 +151,15 @@ impl EndpointSupervisor {
     }
 
     fn set_state(&self, state: EndpointState) {
-        self.state.send_replace(state);
+        self.state
+            .send_if_modified(|before| std::mem::replace(before, state) != state);
     }
 
     // ---- settling
 
     /// Marks a delivery ended; false if it cannot be settled, because its session has ended.
     fn mark_ended(&mut self, delivery: &Delivery) -> bool {
-        let Some(live) = &mut self.live else {
+        let Some(live) = &mut self.shards[delivery.session().shard()].live else {
             return false;
         };
         if live.state.id() != delivery.session_id() || live.state.has_ended() {
@@ -181,13 +173,13 @@ impl EndpointSupervisor {
 
     fn flush(&mut self) {
         self.flush_scheduled = false;
-        if let Some(live) = &mut self.live
-            && live.book.has_ended()
-        {
-            let mut acks = Vec::new();
-            live.book.acknowledge(&mut acks);
-            live.control.acknowledge(&acks);
-            live.useful = true;
+        for live in self.shards.iter_mut().flat_map(|shard| &mut shard.live) {
+            if live.book.has_ended() {
+                let mut acks = Vec::new();
+                live.book.acknowledge(&mut acks);
+                live.control.acknowledge(&acks);
+                live.useful = true;
+            }
         }
     }
 
@@ -213,38 +205,52 @@ impl EndpointSupervisor {
     }
 
     fn housekeeping(&mut self, ctx: &mut Context<Self>) {
-        if let Some(drain) = &mut self.drain
-            && !self.dead_lanes.is_empty()
-            && self.endpoint.permits.taken() == 0
-        {
-            // A dead lane cannot say that it is quiet; without a permit taken nothing of it can run.
-            for lane in &self.dead_lanes {
-                drain.quiet[lane.get()] = true;
+        // A dead lane cannot say that it is quiet; without a permit taken nothing of it can run.
+        if !self.dead_lanes.is_empty() && self.endpoint.permits.taken() == 0 {
+            for lane in self.dead_lanes.clone() {
+                for shard in 0..self.shards.len() {
+                    if let Some(giving) = &self.shards[shard].giving {
+                        self.lane_is_quiet(lane.get(), giving.session, ctx);
+                    }
+                }
+                if let Some(drain) = &mut self.drain {
+                    drain.quiet.mark(lane.get());
+                }
             }
-            self.maybe_close(ctx);
+            self.stop_if_done(ctx);
         }
-        if self.any_paused
-            && self
-                .live
-                .as_ref()
-                .is_some_and(|live| live.state.may_start())
-        {
-            self.any_paused = false;
-            self.tell_lanes(|| ToLane::Resume);
-        }
-        let credits = u32::from(self.endpoint.config.credits);
-        let in_flight = self.live.as_ref().map_or(0, |live| live.book.unsettled());
-        let used_up = in_flight >= credits as usize;
-        if used_up && !self.exhausted {
-            let keys: usize = self.lanes.iter().map(|lane| lane.tracks()).sum();
-            // With as many keys as permits the credits are simply at work.
-            if keys < self.endpoint.config.concurrency.get() as usize {
-                self.exhausted = true;
-                self.endpoint
-                    .emit(EventKind::CreditsExhausted { keys, credits });
+        if self.any_paused {
+            // A lane pauses as a whole; a session without a new proof ends within a heartbeat.
+            let mut live = self.shards.iter().flat_map(|shard| &shard.live);
+            if live.all(|live| live.state.may_start()) {
+                self.any_paused = false;
+                self.tell_lanes(|| ToLane::Resume);
             }
-        } else if !used_up {
-            self.exhausted = false;
+        }
+        self.watch_credits();
+        self.renew_sessions(ctx);
+    }
+
+    /// Tells when few keys use up all credits of a shard.
+    fn watch_credits(&mut self) {
+        let keys = || self.lanes.iter().map(|lane| lane.tracks()).sum();
+        let concurrency = self.endpoint.config.concurrency.get() as usize;
+        for shard in &mut self.shards {
+            let used_up = shard.in_flight() >= usize::from(shard.credits);
+            if !used_up {
+                shard.exhausted = false;
+            } else if !shard.exhausted {
+                let keys: usize = keys();
+                // With as many keys as permits the credits are simply at work.
+                if keys < concurrency {
+                    shard.exhausted = true;
+                    self.endpoint.emit(EventKind::CreditsExhausted {
+                        queue: Arc::clone(&shard.queue),
+                        keys,
+                        credits: u32::from(shard.credits),
+                    });
+                }
+            }
         }
     }
 }
@@ -255,10 +261,12 @@ impl Actor for EndpointSupervisor {
     fn started(&mut self, ctx: &mut Context<Self>) {
         ctx.run_interval(HOUSEKEEPING, Self::housekeeping);
         if self.drain.is_some() {
-            // Restarted after a panic in the middle of a drain: the rest of it, without waiting.
-            self.close(ctx);
+            // Restarted after a panic in the middle of a drain.
+            self.drain_at_once(ctx);
         } else {
-            self.open(ctx);
+            self.open_wanted(ctx);
+            // The timer of a pause is gone with the context that panicked.
+            self.resume_when_over(ctx);
         }
     }
 }
@@ -270,40 +278,39 @@ impl Supervised for EndpointSupervisor {
         self.endpoint.emit(EventKind::ActorRestarted {
             actor: "supervisor",
         });
-        if let Some(live) = self.live.take() {
-            live.state.end();
-            actix::spawn(async move { live.control.close().await });
+        for shard in &mut self.shards {
+            let session = shard.last_session;
+            shard.restart();
+            self.lanes
+                .iter()
+                .for_each(|lane| lane.tell(ToLane::SessionEnded(session)));
         }
-        let session = self.last_session;
-        self.tell_lanes(|| ToLane::SessionEnded(session));
         self.loads.fill(0);
         self.by_lane.iter_mut().for_each(Vec::clear);
-        self.finished.session_ended();
         self.flush_scheduled = false;
-        if let Some(drain) = &mut self.drain {
-            drain.closing = false;
-        }
     }
 }
 
 impl StreamHandler<FromSource> for EndpointSupervisor {
     fn handle(&mut self, item: FromSource, ctx: &mut Context<Self>) {
-        let current = self
-            .live
-            .as_ref()
-            .is_some_and(|live| live.state.id() == item.session);
-        if !current {
+        let FromSource {
+            shard,
+            session,
+            batch,
+        } = item;
+        let live = self.shards[shard].live.as_ref();
+        if live.is_none_or(|live| live.state.id() != session) {
             return; // late news of a session that is over
         }
-        match item.batch {
-            // Not taken in during a drain: closing the session gives it back.
-            Some(Ok(_)) if self.drain.is_some() => {}
-            Some(Ok(batch)) => match self.arrived(batch) {
+        match batch {
+            // Not taken in: closing the session gives it back.
+            Some(Ok(_)) if self.shards[shard].giving.is_some() => {}
+            Some(Ok(batch)) => match self.arrived(shard, batch) {
                 Ok(()) => self.schedule_flush(ctx),
-                Err(reason) => self.session_lost(reason, ctx),
+                Err(reason) => self.session_lost(shard, reason, ctx),
             },
-            Some(Err(error)) => self.session_lost(error.to_string(), ctx),
-            None => self.session_lost("the source ended the session".to_owned(), ctx),
+            Some(Err(error)) => self.session_lost(shard, error.to_string(), ctx),
+            None => self.session_lost(shard, "the source ended the session".to_owned(), ctx),
         }
     }
 
@@ -323,14 +330,16 @@ impl Handler<FromLane> for EndpointSupervisor {
                     orphan,
                 } in settled
                 {
-                    if !orphan && self.mark_ended(&delivery) {
-                        self.finished.record(delivery.identity(), outcome);
+                    let ended = !orphan && self.mark_ended(&delivery);
+                    let finished = &mut self.shards[delivery.session().shard()].finished;
+                    if ended {
+                        finished.record(delivery.identity(), outcome);
                     } else {
                         let ending = Ending {
                             outcome,
                             late: orphan,
                         };
-                        self.finished.record_late(delivery.identity(), ending);
+                        finished.record_late(delivery.identity(), ending);
                     }
                 }
                 self.schedule_flush(ctx);
@@ -341,23 +350,28 @@ impl Handler<FromLane> for EndpointSupervisor {
                 }
                 self.earlier_attempts.insert(identity, attempts);
             }
-            FromLane::Quiet(lane) => {
-                if let Some(drain) = &mut self.drain {
-                    drain.quiet[lane.get()] = true;
+            FromLane::Quiet(lane, session) => match &mut self.drain {
+                Some(drain) if drain.rest == session => {
+                    drain.quiet.mark(lane.get());
+                    self.stop_if_done(ctx);
                 }
-                self.maybe_close(ctx);
-            }
+                _ => self.lane_is_quiet(lane.get(), session, ctx),
+            },
             FromLane::BarrierPassed(delivery, outcome) => {
-                let session = self.live.as_ref().map(|live| live.state.id());
+                let shard = &mut self.shards[delivery.session().shard()];
+                let session = shard.live.as_ref().map(|live| live.state.id());
+                let identity = delivery.identity();
                 if session == Some(delivery.session_id()) {
-                    self.finished.record(delivery.identity(), outcome);
+                    shard.finished.record(identity, outcome);
                 } else {
                     let late = false;
-                    self.finished
-                        .record_late(delivery.identity(), Ending { outcome, late });
+                    shard
+                        .finished
+                        .record_late(identity, Ending { outcome, late });
                 }
             }
             FromLane::Paused => self.any_paused = true,
+            FromLane::PauseEndpoint(pause) => self.pause(pause, ctx),
             FromLane::HandlersGone => {
                 let reason = "the runtime that runs the handlers has shut down".to_owned();
                 self.fail(reason, ctx);
@@ -365,12 +379,14 @@ impl Handler<FromLane> for EndpointSupervisor {
             FromLane::Restarted => {
                 self.endpoint
                     .emit(EventKind::ActorRestarted { actor: "lane" });
-                if self.live.is_some() {
-                    self.session_lost("a lane was restarted".to_owned(), ctx);
-                } else {
-                    // Between two sessions: the lane waits for the word all the same.
-                    let session = self.last_session;
-                    self.tell_lanes(|| ToLane::SessionEnded(session));
+                for shard in 0..self.shards.len() {
+                    if self.shards[shard].live.is_some() {
+                        self.session_lost(shard, "a lane was restarted".to_owned(), ctx);
+                    } else {
+                        // Between two sessions: the lane waits for the word all the same.
+                        let session = self.shards[shard].last_session;
+                        self.tell_lanes(|| ToLane::SessionEnded(session));
+                    }
                 }
             }
             FromLane::LaneDied(lane) => {
@@ -416,7 +432,7 @@ impl Handler<SettleWithBarrier> for EndpointSupervisor {
             return Box::pin(async { false });
         }
         self.flush();
-        match &self.live {
+        match &self.shards[settle.delivery.session().shard()].live {
             Some(live) => {
                 let barrier = live.control.barrier();
                 let myself = ctx.address();
@@ -457,8 +473,9 @@ impl Handler<AskSupervisor> for EndpointSupervisor {
     type Result = ResponseFuture<EndpointSnapshot>;
 
     fn handle(&mut self, _: AskSupervisor, _: &mut Context<Self>) -> Self::Result {
-        let in_flight = self.live.as_ref().map_or(0, |live| live.book.unsettled());
-        let mut snapshot = handle::snapshot_of(&self.endpoint, *self.state.borrow(), in_flight);
+        let mut snapshot = handle::snapshot_of(&self.endpoint, *self.state.borrow());
+        snapshot.shards = self.shards.iter().map(Shard::snapshot).collect();
+        snapshot.in_flight = self.shards.iter().map(Shard::in_flight).sum();
         let lanes = Arc::clone(&self.lanes);
         Box::pin(async move {
             let parts = futures::future::join_all(lanes.iter().map(|lane| lane.snapshot())).await;

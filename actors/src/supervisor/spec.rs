@@ -16,8 +16,12 @@ use crate::port::{Parking, Source};
 pub struct EndpointSpec {
     /// Its settings.
     pub settings: EndpointSettings,
-    /// Where deliveries come from.
-    pub source: Arc<dyn Source>,
+    /// The queue that it consumes, for logs, events and errors: the source's own name, or that of all shards
+    /// together.
+    pub queue: Arc<str>,
+    /// Where deliveries come from: one source, or one for each shard, in the order of the shards. A key must
+    /// come from one and the same.
+    pub sources: Vec<Arc<dyn Source>>,
     /// Where poison messages go.
     pub parking: Option<Arc<dyn Parking>>,
     /// Its handlers.
@@ -36,11 +40,23 @@ pub struct EndpointSpec {
 }
 
 impl EndpointSpec {
-    /// An endpoint with every default.
+    /// An endpoint over one source, with every default.
     pub fn new(settings: EndpointSettings, source: Arc<dyn Source>, handlers: HandlerSet) -> Self {
+        let queue = source.name().into();
+        Self::sharded(settings, queue, vec![source], handlers)
+    }
+
+    /// An endpoint over several sources, with every default.
+    pub fn sharded(
+        settings: EndpointSettings,
+        queue: Arc<str>,
+        sources: Vec<Arc<dyn Source>>,
+        handlers: HandlerSet,
+    ) -> Self {
         Self {
             settings,
-            source,
+            queue,
+            sources,
             parking: None,
             handlers,
             publisher: None,
@@ -56,11 +72,13 @@ impl EndpointSpec {
     /// # Errors
     /// Each problem, naming its setting.
     pub fn check(&self) -> Result<EndpointConfig, Vec<Problem>> {
-        check_endpoint(&self.settings, &self.handlers, self.parking.is_some())
+        let (parks, shards) = (self.parking.is_some(), self.sources.len());
+        check_endpoint(&self.settings, &self.handlers, parks, shards)
     }
 }
 
-/// All problems of an endpoint's settings and handlers, also where there is no source yet. Pure.
+/// All problems of an endpoint's settings and handlers, also where there is no source yet; `shards` is the
+/// number of its sources. Pure.
 ///
 /// # Errors
 /// Each problem, naming its setting.
@@ -68,10 +86,11 @@ pub fn check_endpoint(
     settings: &EndpointSettings,
     handlers: &HandlerSet,
     has_parking: bool,
+    shards: usize,
 ) -> Result<EndpointConfig, Vec<Problem>> {
     let name = &settings.name;
     let mut problems = Vec::new();
-    let config = match settings.check(has_parking) {
+    let config = match settings.check(has_parking, shards) {
         Ok(config) => Some(config),
         Err(found) => {
             problems = found;

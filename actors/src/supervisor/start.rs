@@ -16,9 +16,8 @@ use crate::observe::{EndpointState, EventKind};
 use crate::permits::Permits;
 use crate::poison::PoisonHandler;
 use crate::restart;
-use crate::session::SessionId;
-use crate::settlement::Finished;
 
+use super::shard::{Shard, split_credits};
 use super::{EndpointHandle, EndpointSpec, EndpointSupervisor, FromLane};
 
 impl EndpointSupervisor {
@@ -39,21 +38,29 @@ impl EndpointSupervisor {
             None => spec.arbiters.len().max(1),
         };
         let intensity = config.intensity;
-        let credits = usize::from(config.credits);
         let lane_depth = config.lane_depth;
+        let credits: Vec<_> = split_credits(config.credits, spec.sources.len()).collect();
         let endpoint = Arc::new(Endpoint {
             permits: Permits::new(config.concurrency),
-            queue: spec.source.name().into(),
+            queue: spec.queue,
+            queues: spec
+                .sources
+                .iter()
+                .map(|source| source.name().into())
+                .collect(),
             handlers: spec.handlers,
             publisher: spec.publisher,
             events: spec.events,
             fingerprints: spec.fingerprints,
             runtime,
             counters: Counters::default(),
-            holds: Holds::new(config.credits),
+            holds: Holds::new(&credits),
             cancel: CancellationToken::new(),
             config,
         });
+        let shards = spec.sources.into_iter().zip(credits);
+        let shards = shards.map(|(source, credits)| Shard::new(source, credits, true));
+        let shards: Vec<_> = shards.collect();
         let draining_flag = Arc::new(AtomicBool::new(false));
         let index = |lane: usize| LaneIndex::new(u32::try_from(lane).unwrap_or(u32::MAX));
         let threads = spec.arbiters.len().max(1);
@@ -76,21 +83,17 @@ impl EndpointSupervisor {
         let (state, state_receiver) = watch::channel(EndpointState::Starting);
         let actor = Self {
             endpoint: Arc::clone(&endpoint),
-            source: spec.source,
+            shards,
             lanes: Arc::clone(&lanes),
             mails: mails.clone(),
             gates: Arc::clone(&gates),
             draining_flag,
             loads: vec![0; lane_count],
             by_lane: vec![Vec::new(); lane_count],
-            live: None,
-            last_session: SessionId::next(),
-            finished: Finished::new(2 * credits),
             earlier_attempts: HashMap::new(),
-            failures: 0,
             flush_scheduled: false,
             any_paused: false,
-            exhausted: false,
+            paused_until: None,
             dead_lanes: Vec::new(),
             first_session: Vec::new(),
             first_result: None,

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::envelope::{Envelope, MessageId};
-use crate::policy::{Backoff, Plan};
+use crate::policy::{self, Backoff, Plan};
 
 /// A delivery as small as the machine allows.
 #[derive(Debug, Clone, PartialEq)]
@@ -86,7 +86,11 @@ fn policy(max_attempts: u32) -> Policy {
                 ..Plan::default()
             },
             Plan {
-                pauses: vec![PAUSE],
+                steps: vec![policy::Step::Wait(PAUSE)],
+                ..Plan::default()
+            },
+            Plan {
+                steps: vec![policy::Step::PauseEndpoint(PAUSE)],
                 ..Plan::default()
             },
         ]
@@ -98,6 +102,9 @@ fn policy(max_attempts: u32) -> Policy {
 const DISCARD: Option<PlanIndex> = Some(PlanIndex(0));
 /// The plan of a rule that parks after the second attempt.
 const SHORT: Option<PlanIndex> = Some(PlanIndex(1));
+
+/// The plan of a rule that lets the endpoint pause after the first attempt and parks after the second.
+const PAUSING: Option<PlanIndex> = Some(PlanIndex(2));
 
 /// A failure to which no rule applies.
 fn failed(kind: FailureKind) -> RunResult {

@@ -1058,26 +1058,45 @@ fn a_drain_waits_for_orphans_of_earlier_sessions() {
 }
 
 #[test]
-fn a_drain_drops_what_backs_off_and_keeps_its_count() {
+fn a_drain_gives_back_what_backs_off_and_the_copy_goes_on_where_it_was() {
     let [s, next] = sessions();
     let (a, b) = (of_k(s, 1), message(s, Some("other"), 2));
     let mut lane = Lane::new(3);
     let (backs_off, runs) = (lane.run(&a), lane.run(&b));
     let pause = lane.fail(backs_off);
     lane.tell(Event::Drain(s));
-    assert_eq!(lane.tell(Event::BackoffElapsed(pause)), []);
-    // What fails during the drain is not tried again either.
+    assert_eq!(lane.0.depth(), 1);
+    // What fails during the drain does not stay here either.
     let effects = lane.finish(runs, failed(FailureKind::Transient));
-    assert!(matches!(
-        effects[..],
-        [Effect::AttemptFailed { .. }, Effect::Quiet(_)]
-    ));
-    lane.end(s);
+    let other_pause = match effects[..] {
+        [
+            Effect::AttemptFailed { .. },
+            Effect::ArmTimer { ticket, .. },
+            Effect::Quiet(_),
+        ] => ticket,
+        _ => panic!("{effects:?}"),
+    };
+    assert_eq!(lane.end(s), []);
     assert_eq!(lane.0.depth(), 0);
-    for copy in [a.again(next), b.again(next)] {
-        let ask = lane.offer(&copy);
+    for (copy, pause) in [(a.again(next), pause), (b.again(next), other_pause)] {
+        lane.offer_behind(&copy);
+        let ask = asked(&lane.tell(Event::BackoffElapsed(pause)));
         lane.start(ask, &copy, 2);
     }
+}
+
+#[test]
+fn a_session_that_ends_while_it_drains_is_quiet_when_its_last_run_is_gone() {
+    let [s, next] = sessions();
+    let (a, b) = (of_k(s, 1), message(next, Some("other"), 2));
+    let mut lane = Lane::new(3);
+    let run = lane.run(&a);
+    assert_eq!(lane.tell(Event::Drain(s)), []);
+    assert_eq!(lane.end(s), [Effect::Cancel(run)]);
+    let told = [orphaned(&a, Outcome::Handled), Effect::Quiet(s)];
+    assert_eq!(lane.finish(run, RunResult::Handled), told);
+    let run = lane.run(&b);
+    assert_eq!(lane.finish(run, RunResult::Handled), [settle(&b)]);
 }
 
 // ---- limits

@@ -291,7 +291,7 @@ impl Machine<Msg> {
             (Mutant::ResumeForgetsWhatWaits, Event::Resumed) => self.paused = false,
             (Mutant::QuietWhileParking, Event::Finished { .. }) => {
                 self.handle(event, effects);
-                effects.extend(self.draining.iter().copied().map(Effect::Quiet));
+                effects.extend(self.draining.keys().copied().map(Effect::Quiet));
             }
             (Mutant::OrphanIsSettled, Event::Finished { .. }) => {
                 self.handle(event, effects);

@@ -94,6 +94,7 @@ fn rule(number: usize) -> Option<PlanIndex> {
     match number / 18 % 6 {
         0 => DISCARD,
         1 => SHORT,
+        2 => PAUSING,
         _ => None,
     }
 }

@@ -203,6 +203,8 @@ enum Stage {
 #[derive(Default)]
 struct Expected {
     granted: bool,
+    /// The endpoint is told to pause.
+    pauses: bool,
     settle: Vec<usize>,
     orphaned: Vec<usize>,
     forgotten: Vec<(usize, u32)>,
@@ -226,6 +228,8 @@ pub(super) struct World {
     subject: Subject,
     messages: Vec<Message>,
     open: [Option<Open>; QUEUES],
+    /// Draining sessions that ended before they were quiet.
+    leaving: Vec<SessionId>,
     /// Deliveries in the machine, in the order in which they were offered.
     here: Vec<(usize, SessionId)>,
     /// Attempts of keyless deliveries.
@@ -250,6 +254,7 @@ impl World {
             subject: Subject::new(machine, mutant),
             messages: Vec::new(),
             open: [None, None],
+            leaving: Vec::new(),
             here: Vec::new(),
             keyless: HashMap::new(),
             runs: Vec::new(),
@@ -475,11 +480,12 @@ impl World {
                         }
                         dropped = orphan || (holds && draining);
                     }
-                    Verdict::RetryAfter(_) if draining => {}
-                    Verdict::RetryAfter(_) if orphan && self.messages[number].key.is_none() => {}
-                    Verdict::RetryAfter(_) => {
-                        self.expected.timer.push(number);
-                        dropped = orphan;
+                    verdict @ (Verdict::RetryAfter(_) | Verdict::PauseEndpoint(_)) => {
+                        self.expected.pauses = matches!(verdict, Verdict::PauseEndpoint(_));
+                        let keyless = self.messages[number].key.is_none();
+                        if !(dropped && keyless) {
+                            self.expected.timer.push(number);
+                        }
                     }
                 }
                 failed_by(kind, plan)
@@ -658,6 +664,9 @@ impl World {
             }
         }
         self.here.retain(|(_, here)| *here != session);
+        if open.draining && !open.quiet {
+            self.leaving.push(session);
+        }
         self.tell(Event::SessionEnded(session))
     }
 
@@ -669,8 +678,6 @@ impl World {
         let session = open.id;
         for unmoved in self.unmoved(session) {
             self.forget(unmoved.0, session);
-            // Who comes after the drain does not know of the pause.
-            self.messages[unmoved.0].pause = None;
             take(&mut self.here, &unmoved);
         }
         self.tell(Event::Drain(session))
@@ -913,6 +920,10 @@ impl World {
                 let expected = take(&mut self.expected.gap, &delivery.number);
                 must!(expected, GAP, "{} again, or too early", delivery.number);
             }
+            Effect::PauseEndpoint(pause) => {
+                let expected = std::mem::take(&mut self.expected.pauses);
+                must!(expected && pause == PAUSE, SHOWN, "no pause is due");
+            }
             Effect::Stuck(delivery) => {
                 let expected = take(&mut self.expected.stuck, &delivery.number);
                 must!(expected, SHOWN, "{} is not stuck", delivery.number);
@@ -922,8 +933,8 @@ impl World {
                 must!(expected, SHOWN, "{} was not stuck", delivery.number);
             }
             Effect::Quiet(session) => {
-                let quiet = self.is_draining(session) && self.is_quiet(session);
-                must!(quiet, QUIET, "too early");
+                let waits = take(&mut self.leaving, &session) || self.is_draining(session);
+                must!(waits && self.is_quiet(session), QUIET, "too early");
                 for open in self.open.iter_mut().flatten() {
                     open.quiet |= open.id == session;
                 }
@@ -1068,6 +1079,7 @@ impl World {
         let shown =
             left.attempt_failed.is_empty() && left.stuck.is_empty() && left.unstuck.is_empty();
         must!(shown, SHOWN, "not shown");
+        must!(!left.pauses, SHOWN, "the endpoint does not pause");
         Ok(())
     }
 
@@ -1090,6 +1102,8 @@ impl World {
             let told = !open.draining || open.quiet || !self.is_quiet(open.id);
             must!(told, QUIET, "not told");
         }
+        let untold = self.leaving.iter().find(|&&session| self.is_quiet(session));
+        must!(untold.is_none(), QUIET, "not told after the end");
         let asking: Vec<(usize, SessionId)> = machine
             .tracks
             .iter()
