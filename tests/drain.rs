@@ -77,6 +77,37 @@ async fn what_runs_finishes_and_is_acknowledged_and_the_rest_is_given_back_in_or
     assert_eq!(rest, expected);
 }
 
+/// The permit of the one that runs passes on to a key that waits for it, which does not start any more: nothing
+/// of that is an unfinished handler.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drain_with_keys_that_wait_for_a_permit_is_clean() {
+    for _ in 0..20 {
+        let broker = MemoryBroker::new();
+        let (gate, through) = (Gate::closed(), Tally::new());
+        let handler = gated(&gate, &through);
+        let bus = started(orders(broker.clone(), |e| {
+            e.concurrency(1).lanes(8).max_in_flight(64).handler(handler)
+        }))
+        .await;
+        for key in 0..64 {
+            put(&broker, ORDERS, envelope(&format!("key-{key}"), 1)).await;
+        }
+        gate.until_waiting(1).await;
+        in_flight(&bus, 64).await;
+        let mut state = bus.endpoint(ORDERS).expect("it exists").state();
+        let opening = async {
+            let draining = state.wait_for(|s| *s == EndpointState::Draining);
+            draining.await.expect("the endpoint is there");
+            gate.open();
+        };
+        let stopping = within("the shutdown", bus.shutdown(NEVER));
+        let (report, ()) = futures::future::join(stopping, opening).await;
+        let report = report_of(&report);
+        assert_eq!((report.given_back, report.unfinished), (63, 0));
+        assert_eq!(through.get(), 1);
+    }
+}
+
 /// One lane and one message: the last outcome and the end of the drain come from the same step.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_last_message_that_finishes_during_a_drain_is_acknowledged_too() {

@@ -17,36 +17,10 @@ mod support;
 #[path = "support/workload.rs"]
 mod workload;
 use support::{
-    ORDERS, PARKED, Seen, envelope, handled, in_flight, orders, parked, plain_orders, put, send,
-    snapshot, started, stop, within,
+    ORDERS, PARKED, Seen, ends, envelope, handled, held_keys, in_flight, is_held, is_over, orders,
+    parked, plain_orders, put, send, snapshot, started, stop, within,
 };
 use workload::{Numbered, Scripted, Step};
-
-fn is_held(kind: &EventKind) -> bool {
-    matches!(kind, EventKind::Held { .. })
-}
-
-fn is_over(kind: &EventKind) -> bool {
-    matches!(kind, EventKind::HoldEnded { .. })
-}
-
-/// The keys of which something was held, in that order.
-fn held_keys(seen: &Seen) -> Vec<Fingerprint> {
-    let held = |kind| match kind {
-        EventKind::Held { key, .. } => key,
-        _ => None,
-    };
-    seen.all().into_iter().filter_map(held).collect()
-}
-
-/// Why holds ended, in that order.
-fn ends(seen: &Seen) -> Vec<(Option<Fingerprint>, HoldOver)> {
-    let end = |kind| match kind {
-        EventKind::HoldEnded { key, why, .. } => Some((key, why)),
-        _ => None,
-    };
-    seen.all().into_iter().filter_map(end).collect()
-}
 
 /// A handler that fails for good with message 1 of every key that begins with `bad`, until it is cured.
 struct Cure(Arc<AtomicBool>);

@@ -212,75 +212,6 @@ async fn order_holds_on_a_quorum_queue_while_the_broker_closes_ten_connections()
     order_holds_while_the_broker_closes_connections(QueueType::Quorum).await;
 }
 
-/// Case O23, with O11: every message fails once, so that retries and closures mix; the broker's own
-/// count of deliveries rises with each closure, the attempts do not.
-#[tokio::test(flavor = "multi_thread")]
-async fn prefetched_messages_that_never_ran_are_not_parked_after_ten_closures() {
-    let broker = PrivateBroker::start();
-    let setup = Setup::new(broker.url(), "uncounted", QueueType::Quorum);
-    let ledger = setup.ledger.clone();
-    let (gate_open, gate) = tokio::sync::watch::channel(false);
-    let handler = Gated {
-        inner: Scripted::succeeding(&ledger, Duration::ZERO),
-        gate,
-    };
-    let bus = Bus::builder()
-        .rabbitmq(RabbitMq::at(&setup.url))
-        .topology(|t| t.queue(&setup.queue, declared(&setup.queue, setup.queue_type)))
-        .endpoint(&setup.queue, |e| {
-            e.ordered_by_header(KEY_HEADER)
-                .transport_affinity(TransportAffinity::SingleActiveConsumer)
-                .concurrency(1)
-                .max_in_flight(100)
-                .max_delivery_attempts(3)
-                .handler(handler)
-        })
-        .build()
-        .expect("valid")
-        .start()
-        .await
-        .expect("starts");
-    let foreign = Foreign::connect(&setup.url).await;
-    foreign
-        .publish_numbered(&setup.queue, KEY_HEADER, &ledger, 200, 20)
-        .await;
-    drop(foreign);
-    let endpoint = bus.endpoint(&setup.queue).expect("named above");
-    let mut events = bus.events();
-    for _ in 0..10 {
-        close_connections(&broker, &mut events).await;
-        let full = async {
-            while endpoint.snapshot().await.in_flight < 100 {
-                tokio::task::yield_now().await;
-            }
-        };
-        timeout(PATIENCE, full).await.expect("the prefetch is used");
-    }
-    gate_open.send(true).expect("the handler waits for it");
-    let all = async {
-        while endpoint.snapshot().await.handled < 200 {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, all).await.expect("everything is handled");
-    assert_eq!(endpoint.snapshot().await.parked, 0);
-    bus.shutdown(Duration::from_secs(10)).await;
-    ledger.figures().expect("in memory").assert_ordered();
-}
-
-/// Runs the inner handler when the gate is open.
-struct Gated {
-    inner: Scripted,
-    gate: tokio::sync::watch::Receiver<bool>,
-}
-
-impl Handler<Numbered> for Gated {
-    async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
-        self.gate.clone().wait_for(|open| *open).await?;
-        self.inner.handle(message, cx).await
-    }
-}
-
 /// Case O22 on the real broker: the connection dies somewhere between the park's acknowledgement and
 /// the answer to the barrier.
 #[tokio::test(flavor = "multi_thread")]
@@ -485,63 +416,6 @@ async fn first_of(url: &str, queue: &str) -> lapin::message::Delivery {
             return got.delivery;
         }
     }
-}
-
-/// Case O7 on a real broker.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_key_is_held_while_its_parking_exchange_is_missing_and_others_flow() {
-    let setup = Setup::new(shared_url(), "no-exchange", QueueType::Classic);
-    let handler = Scripted::new(&setup.ledger, |message, _| {
-        if message.key == "key-0" && message.seq == 1 {
-            Step::FailForGood
-        } else {
-            Step::Succeed(Duration::ZERO)
-        }
-    });
-    let bus = setup.start(handler, |e| e).await;
-    let foreign = Foreign::connect(&setup.url).await;
-    let exchange = format!("{}-dlx", setup.queue);
-    foreign.delete_exchange(&exchange).await;
-    let mut events = bus.events();
-    foreign
-        .publish_numbered(&setup.queue, KEY_HEADER, &setup.ledger, 100, 10)
-        .await;
-    let refused = async {
-        loop {
-            let event = events.recv().await.expect("the bus lives");
-            if let EventKind::ParkingFailed { error, .. } = event.kind {
-                break error;
-            }
-        }
-    };
-    let error = timeout(PATIENCE, refused).await.expect("it is reported");
-    assert!(error.contains(&exchange), "names the exchange: {error}");
-    let endpoint = bus.endpoint(&setup.queue).expect("named above");
-    let others = async {
-        while endpoint.snapshot().await.handled < 90 {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, others).await.expect("other keys flow");
-    let snapshot = endpoint.snapshot().await;
-    assert_eq!((snapshot.handled, snapshot.parked), (90, 0));
-    assert_eq!(snapshot.waiting_keys.len(), 1, "{snapshot:?}");
-    assert_eq!(snapshot.waiting_keys[0].why, laneway::WaitReason::Parking);
-    foreign
-        .declare_exchange(&exchange, Some(&parked(&setup.queue)))
-        .await;
-    let released = async {
-        while endpoint.snapshot().await.handled < 99 {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, released).await.expect("the key goes on");
-    assert_eq!(endpoint.snapshot().await.parked, 1);
-    assert_eq!(foreign.ready(&parked(&setup.queue)).await, 1);
-    bus.shutdown(Duration::from_secs(10)).await;
-    setup.ledger.parked("key-0", 1);
-    setup.ledger.figures().expect("in memory").assert_ordered();
-    clean_up(&setup.url, &setup.queue).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

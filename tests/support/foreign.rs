@@ -66,6 +66,14 @@ impl Foreign {
 
     /// Publishes to a queue and waits for the confirm.
     pub async fn publish(&self, queue: &str, body: &[u8], properties: BasicProperties) {
+        assert!(
+            self.try_publish(queue, body, properties).await,
+            "queue `{queue}` took no message"
+        );
+    }
+
+    /// Publishes to a queue and waits for the answer: whether it was confirmed or refused (nack).
+    pub async fn try_publish(&self, queue: &str, body: &[u8], properties: BasicProperties) -> bool {
         let confirm = self
             .channel
             .basic_publish(
@@ -78,8 +86,12 @@ impl Foreign {
             .await
             .expect("written")
             .await
-            .expect("confirmed");
-        assert_eq!(confirm, Confirmation::Ack(None));
+            .expect("answered");
+        match confirm {
+            Confirmation::Ack(None) => true,
+            Confirmation::Nack(_) => false,
+            other => panic!("{other:?}"),
+        }
     }
 
     /// Publishes the numbers from `from` to `to`, as decimal text, persistent.
@@ -119,21 +131,14 @@ impl Foreign {
         let mut confirms = std::collections::VecDeque::new();
         for number in 0..messages {
             let (key, seq) = (format!("key-{}", number % keys), number / keys + 1);
-            let mut headers = FieldTable::default();
-            headers.insert(header.into(), AMQPValue::LongString(key.as_str().into()));
-            let properties = BasicProperties::default()
-                .with_delivery_mode(2)
-                .with_message_id(format!("{key}-{seq}").into())
-                .with_type("numbered".into())
-                .with_headers(headers);
-            let body = format!(r#"{{"key":"{key}","seq":{seq}}}"#);
+            let (body, properties) = numbered(header, &key, seq);
             let confirm = self
                 .channel
                 .basic_publish(
                     "".into(),
                     queue.into(),
                     BasicPublishOptions::default(),
-                    body.as_bytes(),
+                    &body,
                     properties,
                 )
                 .await
@@ -200,6 +205,19 @@ impl Foreign {
     pub async fn channel(&self) -> Channel {
         confirming(&self.connection).await
     }
+}
+
+/// Body and properties of a numbered message, as Laneway would publish it: persistent, with id and type.
+pub fn numbered(header: &str, key: &str, seq: u64) -> (Vec<u8>, BasicProperties) {
+    let mut headers = FieldTable::default();
+    headers.insert(header.into(), AMQPValue::LongString(key.into()));
+    let properties = BasicProperties::default()
+        .with_delivery_mode(2)
+        .with_message_id(format!("{key}-{seq}").into())
+        .with_type("numbered".into())
+        .with_headers(headers);
+    let body = format!(r#"{{"key":"{key}","seq":{seq}}}"#);
+    (body.into_bytes(), properties)
 }
 
 async fn confirming(connection: &Connection) -> Channel {

@@ -37,7 +37,7 @@ fn program(example: &str) -> PathBuf {
     program
 }
 
-/// A run of the example. Killed when dropped.
+/// A process: a run of the example, or of another program. Killed when dropped.
 pub struct Job {
     child: Option<Child>,
     id: u32,
@@ -62,13 +62,19 @@ impl Job {
 
     /// Starts an example with these arguments.
     pub fn of<S: AsRef<str>>(example: &str, arguments: &[S]) -> Self {
-        let child = Command::new(program(example))
-            .args(arguments.iter().map(AsRef::as_ref))
+        let mut command = Command::new(program(example));
+        command.args(arguments.iter().map(AsRef::as_ref));
+        Self::running(command)
+    }
+
+    /// Starts any program that writes a ledger.
+    pub fn running(mut command: Command) -> Self {
+        let child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .expect("the example can be started");
+            .expect("the program can be started");
         Self {
             id: child.id(),
             child: Some(child),
@@ -97,7 +103,7 @@ impl Job {
             if began.elapsed() > PATIENCE {
                 let _ = child.kill();
                 let ended = Self::read(child);
-                panic!("the example did not end within {PATIENCE:?}: {ended:?}");
+                panic!("the process did not end within {PATIENCE:?}: {ended:?}");
             }
             // The standard library cannot wait for a process with a bound.
             std::thread::sleep(Duration::from_millis(10));

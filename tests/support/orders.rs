@@ -16,7 +16,10 @@ use laneway::actors::port::{Destination, Outgoing};
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
 use laneway::transport::Transport;
-use laneway::{BusBuilder, EndpointBuilder, EndpointSnapshot, Envelope, Event, EventKind};
+use laneway::{
+    BusBuilder, EndpointBuilder, EndpointSnapshot, Envelope, Event, EventKind, Fingerprint,
+    HoldOver,
+};
 use tokio::sync::{broadcast, watch};
 
 use crate::workload::{KEY_HEADER, Numbered};
@@ -236,6 +239,34 @@ impl Seen {
         })
         .await;
     }
+}
+
+/// A key is held from now on.
+pub fn is_held(kind: &EventKind) -> bool {
+    matches!(kind, EventKind::Held { .. })
+}
+
+/// The hold of a key has ended.
+pub fn is_over(kind: &EventKind) -> bool {
+    matches!(kind, EventKind::HoldEnded { .. })
+}
+
+/// The keys of which something was held, in that order.
+pub fn held_keys(seen: &Seen) -> Vec<Fingerprint> {
+    let held = |kind| match kind {
+        EventKind::Held { key, .. } => key,
+        _ => None,
+    };
+    seen.all().into_iter().filter_map(held).collect()
+}
+
+/// Why holds ended, in that order.
+pub fn ends(seen: &Seen) -> Vec<(Option<Fingerprint>, HoldOver)> {
+    let end = |kind| match kind {
+        EventKind::HoldEnded { key, why, .. } => Some((key, why)),
+        _ => None,
+    };
+    seen.all().into_iter().filter_map(end).collect()
 }
 
 /// Holds handlers until it is opened. Tells who is waiting in front of it.

@@ -77,8 +77,9 @@ pub(super) fn spawn(
     run: RunId,
     delivery: Arc<Delivery>,
     attempt: u32,
-    permit: Permit,
+    mut permit: Permit,
 ) -> AbortHandle {
+    permit.use_up();
     // Made before the task, so that it reports even if the task is never polled.
     let report = Report {
         endpoint: Arc::clone(endpoint),

@@ -111,7 +111,7 @@ impl EndpointSupervisor {
         self.mails.iter().for_each(|mail| mail.close());
         let report = DrainReport {
             given_back: drain.given_back,
-            unfinished: self.endpoint.permits.taken() as usize,
+            unfinished: self.endpoint.permits.running() as usize,
         };
         tracing::info!(
             endpoint = %self.endpoint.config.name,

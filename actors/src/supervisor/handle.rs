@@ -149,7 +149,7 @@ pub(super) fn snapshot_of(endpoint: &Endpoint, state: EndpointState) -> Endpoint
         shards: Vec::new(),
         mapping_changes: 0,
         credits: u32::from(endpoint.config.credits),
-        running: endpoint.permits.taken() as usize,
+        running: endpoint.permits.running() as usize,
         lane_depth: Vec::new(),
         waiting_keys: Vec::new(),
         handled: counters.handled.get(),
