@@ -10,7 +10,7 @@
 //! each by name. A consistent-hash exchange maps keys by the order in which its queues were bound, after a
 //! restart of the broker by the order of their names; only if both are the same does the map survive.
 
-mod arguments;
+pub(crate) mod arguments;
 mod check;
 mod exchange;
 mod plan;
@@ -18,10 +18,6 @@ mod queue;
 mod sharded;
 
 pub use arguments::{ArgumentValue, Arguments, LeaderLocator, Overflow};
-pub(crate) use arguments::{
-    DELIVERY_LIMIT, EXPIRES, MAX_LENGTH, MAX_LENGTH_BYTES, MAX_PRIORITY, MESSAGE_TTL, OVERFLOW,
-    QUEUE_TYPE, SINGLE_ACTIVE_CONSUMER,
-};
 pub(crate) use exchange::epoch;
 pub use exchange::{BindingSpec, ExchangeKind, ExchangeSpec, HashBy, HashProperty, HeaderMatch};
 pub use plan::Plan;

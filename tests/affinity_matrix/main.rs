@@ -3,12 +3,13 @@
 //! RabbitMQ and for the embedded broker; `docs/affinity.md` shows it to users.
 
 mod affinities;
+#[allow(dead_code, unreachable_pub, reason = "this file uses its part")]
+#[path = "../support/broker.rs"]
+mod broker;
 mod names;
 mod places;
 mod shapes;
 mod strategies;
-#[path = "../support/mod.rs"]
-mod support;
 mod worlds;
 
 use std::time::Duration;
@@ -18,8 +19,8 @@ use laneway::transport::Transport;
 use laneway::{BusBuilder, EndpointBuilder, RouteBuilder, Topology};
 use serde::{Deserialize, Serialize};
 
+use broker::unique;
 use shapes::{hashed, sharded, single};
-use support::broker::unique;
 
 #[derive(Serialize, Deserialize)]
 struct Paid {
@@ -175,7 +176,7 @@ async fn the_matrix_holds_on_the_embedded_broker() {
 #[cfg(feature = "rabbitmq")]
 #[tokio::test]
 async fn the_matrix_holds_on_rabbitmq() {
-    let node = tokio::task::spawn_blocking(support::broker::PrivateBroker::start)
+    let node = tokio::task::spawn_blocking(broker::PrivateBroker::start)
         .await
         .expect("started");
     let broker = RabbitMq::at(node.url());

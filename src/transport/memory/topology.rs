@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 
 use laneway_actors::port::SourceError;
 
-use crate::topology::{
-    self, ArgumentValue, DELIVERY_LIMIT, EXPIRES, ExchangeKind, MAX_LENGTH, MAX_LENGTH_BYTES,
-    MAX_PRIORITY, MESSAGE_TTL, OVERFLOW, QueueSpec, QueueType, Topology,
+use crate::topology::arguments::{
+    DELIVERY_LIMIT, EXPIRES, MAX_LENGTH, MAX_LENGTH_BYTES, MAX_PRIORITY, MESSAGE_TTL, OVERFLOW,
 };
+use crate::topology::{self, ArgumentValue, ExchangeKind, QueueSpec, QueueType, Topology};
 
 /// What a queue was declared with. All but the single active consumer and a length limit is only
 /// remembered, to be compared: in memory nothing is durable or replicated.

@@ -20,10 +20,8 @@ use super::connection::{LinkError, Live, Purpose, said};
 use super::core::Core;
 use super::properties::short;
 use super::source::{refused, unavailable};
-use crate::topology::{
-    ArgumentValue, Arguments, DELIVERY_LIMIT, ParkingSpec, QUEUE_TYPE, QueueSpec, QueueType,
-    SINGLE_ACTIVE_CONSUMER,
-};
+use crate::topology::arguments::{DELIVERY_LIMIT, QUEUE_TYPE, SINGLE_ACTIVE_CONSUMER};
+use crate::topology::{ArgumentValue, Arguments, ParkingSpec, QueueSpec, QueueType};
 
 /// Checks a queue and its parking place; creates what is declared and missing. To be called on the
 /// own runtime.
