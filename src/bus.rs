@@ -452,14 +452,19 @@ impl ReadyBus {
         let errors = applied.err().into_iter().flatten();
         let mut problems = Vec::new();
         for error in errors {
-            let setting = match &error {
-                SourceError::Unavailable { .. } => "connection",
-                _ => "topology",
+            let text = error.to_string();
+            let found = match &error {
+                // Every endpoint waits for the connection, so each is named.
+                SourceError::Unavailable { .. } if !self.specs.is_empty() => {
+                    let names = self.specs.iter().map(|spec| spec.settings.name.as_str());
+                    names
+                        .map(|name| Problem::new(name, "connection", text.clone()))
+                        .collect()
+                }
+                SourceError::Unavailable { .. } => vec![Problem::new("", "connection", text)],
+                _ => vec![Problem::new("", "topology", text)],
             };
-            add_new(
-                &mut problems,
-                Some(vec![Problem::new("", setting, error.to_string())]),
-            );
+            add_new(&mut problems, Some(found));
         }
         if problems.is_empty() {
             Ok(())

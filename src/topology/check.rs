@@ -174,6 +174,12 @@ impl Topology {
                 "queue `{queue}` keeps parked messages of queue `{name}`, so it must be durable, of the same type, and without `single_active_consumer()`"
             ));
         }
+        // Both are declared, and must not differ in whether they have the broker's own delivery limit.
+        if parked.queue_type == QueueType::Quorum && parked.gaps_accepted != spec.gaps_accepted {
+            problems.push(format!(
+                "`accept_unreported_gaps()` is said of only one of queue `{name}` and its parking queue `{queue}`; say it of both, or of none"
+            ));
+        }
         problems
     }
 

@@ -219,7 +219,7 @@ impl QueueSpec {
 
     /// Accepts that the broker removes messages of this queue without telling anybody: by a time to live,
     /// by dropping the oldest, by expiring, by a delivery limit (its own default one too, on quorum
-    /// queues). On an ordered endpoint such a queue is refused otherwise, because each removed message is a
+    /// queues and the parking queues of such). On an ordered endpoint such a queue is refused otherwise, because each removed message is a
     /// gap in a sequence that nothing reports.
     #[must_use]
     pub fn accept_unreported_gaps(mut self) -> Self {
@@ -272,6 +272,7 @@ impl QueueSpec {
             durable: true,
             queue_type: self.queue_type,
             arguments: parking.arguments.clone(),
+            gaps_accepted: self.gaps_accepted,
             ..Self::new(&parking.queue, false)
         })
     }

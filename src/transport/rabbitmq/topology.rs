@@ -143,14 +143,25 @@ async fn declare(
         ..QueueDeclareOptions::default()
     };
     let name = named("queue", name)?;
-    asker
-        .ask(what, async |channel| {
+    let unlimited = wants_unlimited(spec) && arguments.contains_key(DELIVERY_LIMIT);
+    let answer = asker
+        .hear(what, async |channel| {
             channel
                 .queue_declare(name, options, arguments)
                 .await
                 .map(drop)
         })
-        .await
+        .await?;
+    answer.map_err(|why| match why.kind() {
+        ErrorKind::ProtocolError(error) if unlimited && said(error).contains(DELIVERY_LIMIT) => {
+            let text = format!(
+                "{what} is there with a delivery limit, or with the broker's default one, at which it removes messages unseen; make it anew, set `delivery_limit(…)` as it is, or say `accept_unreported_gaps()` ({})",
+                said(error)
+            );
+            refused(text, Some(why))
+        }
+        _ => source_error(what, why),
+    })
 }
 
 async fn exchange(
