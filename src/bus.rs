@@ -216,27 +216,6 @@ impl BusBuilder {
         for what in self.topology.problems() {
             problem("topology", &what);
         }
-        for queue in self.topology.queues() {
-            let named = |endpoint: &EndpointBuilder| endpoint.queue == queue.name;
-            let bound = self.topology.hashed_to(&queue.name).is_some()
-                || self
-                    .topology
-                    .bindings()
-                    .iter()
-                    .any(|binding| binding.queue == queue.name);
-            if !bound
-                && !self.endpoints.iter().any(named)
-                && (queue.parking.is_some() || !queue.declared)
-            {
-                problem(
-                    "topology",
-                    &format!(
-                        "queue `{}` has no endpoint, so what is said of it here has no effect; add an endpoint or remove it",
-                        queue.name
-                    ),
-                );
-            }
-        }
         if self.rules_missing {
             problem("on_failure", "names no rule; add one or remove it");
         }
@@ -290,7 +269,7 @@ impl BusBuilder {
                 .find(|endpoint| endpoint.queue == queue)
                 .and_then(EndpointBuilder::key_header)
         };
-        let entries = Entries::of(&self.topology, header_of_queue);
+        let entries = Entries::of(&self.topology);
         for add in self.routes {
             add(&mut routes, &header_of_queue, &entries, &mut problems);
         }

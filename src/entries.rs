@@ -53,18 +53,18 @@ pub(crate) struct Resolved {
 }
 
 impl Entries {
-    /// `header_of` gives the header by which an endpoint of this bus orders a queue.
-    pub(crate) fn of(topology: &Topology, header_of: impl Fn(&str) -> Option<Arc<str>>) -> Self {
+    pub(crate) fn of(topology: &Topology) -> Self {
         let mut entries = Self::default();
         for sharded in topology.sharded_queues() {
             let names = sharded.queues.iter().map(|shard| shard.name.as_str());
-            let (map, key_header) = match &sharded.shards.map {
+            let map = match sharded.shards.map {
                 ShardMap::Publisher => {
                     let numbers = (0..sharded.queues.len()).map(|index| index.to_string().into());
-                    (Map::Number(numbers.collect()), header_of(&sharded.name))
+                    Map::Number(numbers.collect())
                 }
-                ShardMap::Broker { header } => (Map::Header, Some(header.as_str().into())),
+                ShardMap::Broker => Map::Header,
             };
+            let key_header = Some(sharded.shards.header.as_str().into());
             entries.add(&sharded.name, names.collect(), map, key_header, None);
         }
         for exchange in topology.exchanges() {
@@ -237,16 +237,14 @@ mod tests {
 
     fn entries() -> Entries {
         let topology = Topology::default()
-            .sharded_queue("orders", 8, |q| q)
+            .sharded_queue("orders", Shards::mapped_by_publisher(8, "account"), |q| q)
             .sharded_queue("devices", Shards::mapped_by_broker(4, "device"), |q| q)
             .queue("a", |q| q.single_active_consumer())
             .queue("b", |q| q.single_active_consumer())
             .consistent_hash_exchange("hashed", |x| {
                 x.hash_header("account").queue("b", 1).queue("a", 2)
             });
-        Entries::of(&topology, |queue| {
-            (queue == "orders").then(|| Arc::from("account"))
-        })
+        Entries::of(&topology)
     }
 
     fn queue(name: &str) -> Destination {

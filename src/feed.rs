@@ -24,8 +24,8 @@ pub(crate) struct Feed {
 enum Kind {
     Single,
     Shards {
-        /// By which the broker maps, if it does.
-        header: Option<String>,
+        /// The header that carries the key.
+        header: String,
     },
     Hashed(Option<HashBy>),
 }
@@ -45,7 +45,7 @@ impl Feed {
         };
         if let Some(sharded) = topology.find_sharded(name) {
             let shards = sharded.queues.iter().map(|shard| topology.settled(shard));
-            let header = sharded.hash_header().map(str::to_owned);
+            let header = sharded.shards.header.clone();
             return Ok(feed(shards.collect(), Kind::Shards { header }));
         }
         if let Some(queue) = topology.find(name) {
@@ -219,7 +219,7 @@ impl Feed {
             );
         }
         let hashed = match (&self.kind, hash) {
-            (Kind::Shards { header }, _) => header.as_deref(),
+            (Kind::Shards { header }, _) => Some(header.as_str()),
             (_, Some(HashBy::Header(header))) => Some(header.as_str()),
             _ => None,
         };
@@ -234,7 +234,7 @@ impl Feed {
             (Some(header), Some(hashed)) if header != hashed => problem(
                 "ordered_by_header",
                 format!(
-                    "`{header}` is not the header by which `{name}` chooses the queue; use `{hashed}`"
+                    "`{header}` is not the header in which `{name}` has its key; use `{hashed}`, or declare `{name}` with `{header}`"
                 ),
             ),
             _ => {}
@@ -257,6 +257,7 @@ fn not_single(queue: &QueueSpec) -> String {
 mod tests {
     use super::*;
     use crate::endpoint::EndpointBuilder;
+    use crate::topology::Shards;
 
     fn finished(
         topology: Topology,
@@ -278,7 +279,8 @@ mod tests {
 
     #[test]
     fn a_sharded_queue_is_fed_by_its_shards_in_the_order_of_their_numbers() {
-        let topology = Topology::default().sharded_queue("orders", 12, |q| q.quorum());
+        let shards = Shards::mapped_by_publisher(12, "account");
+        let topology = Topology::default().sharded_queue("orders", shards, |q| q.quorum());
         let (endpoint, feed) = finished(topology, |e| {
             e.transport_affinity(TransportAffinity::Sharded)
         });
@@ -305,6 +307,7 @@ mod tests {
             (1_000, 16, 16_000),
             (2, 60_000, 65_535),
         ] {
+            let shards = Shards::mapped_by_publisher(shards, "account");
             let topology = Topology::default().sharded_queue("orders", shards, |q| q);
             let (endpoint, _) = finished(topology, |e| {
                 e.transport_affinity(TransportAffinity::Sharded)

@@ -217,11 +217,6 @@ fn every_mistake_is_refused_by_its_setting_with_the_way_out() {
             &["`orders`", "twice"],
         ),
         (
-            of_bus(|b| b.topology(|t| t.existing_queue("idle", |q| q))),
-            "topology",
-            &["`idle`", "add an endpoint"],
-        ),
-        (
             of_bus(|b| b.endpoint("second", |e| e.queue(ORDERS).handler(idle))),
             "queue",
             &["`orders`", "`second`"],

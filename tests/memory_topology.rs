@@ -169,7 +169,8 @@ async fn an_identity_that_differs_makes_nothing() {
     let errors = broker.apply(&sharded(4)).await.expect_err("refused");
     let text = errors.iter().map(ToString::to_string).collect::<String>();
     assert!(
-        text.contains("`publisher-3`") && text.contains("`publisher-4`"),
+        text.contains("`publisher-3 by laneway-key`")
+            && text.contains("`publisher-4 by laneway-key`"),
         "{text}"
     );
     let bus = publishing(&broker, three, "orders").await;

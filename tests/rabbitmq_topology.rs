@@ -277,7 +277,7 @@ async fn the_number_of_shards_and_the_map_are_part_of_a_queues_identity() {
                 &texts,
                 &[
                     &format!(
-                        "queue `{name}` exists with another number of shards, or another map (`publisher-8`)"
+                        "queue `{name}` exists with another number of shards, another map or another key header (`publisher-8 by laneway-key`)"
                     ),
                     "cannot be changed",
                 ],

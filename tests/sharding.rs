@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
-use laneway::{EndpointBuilder, EndpointSnapshot, EventKind};
+use laneway::{EndpointBuilder, EndpointSnapshot, EventKind, Shards};
 
 #[path = "support/orders.rs"]
 mod support;
@@ -25,7 +25,13 @@ async fn instance(
     let handler = Scripted::succeeding(ledger, Duration::from_millis(1));
     let builder = Bus::builder()
         .memory(broker.clone())
-        .topology(|t| t.sharded_queue(ORDERS, SHARDS, |q| q.durable().parking("dlx", "parked")))
+        .topology(|t| {
+            t.sharded_queue(
+                ORDERS,
+                Shards::mapped_by_publisher(SHARDS, KEY_HEADER),
+                |q| q.durable().parking("dlx", "parked"),
+            )
+        })
         .endpoint(ORDERS, |e| {
             describe(
                 e.ordered_by_header(KEY_HEADER)

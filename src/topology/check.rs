@@ -10,7 +10,7 @@ use super::arguments::{
 };
 use super::exchange::{ExchangeKind, ExchangeSpec, HashBy};
 use super::queue::{ParkingSpec, QueueSpec, QueueType};
-use super::sharded::{ShardMap, ShardedQueue, group_name, hash_marker_name, marker_name};
+use super::sharded::{ShardedQueue, group_name, hash_marker_name, marker_name};
 use super::{BindingSpec, Topology};
 
 impl Topology {
@@ -315,9 +315,9 @@ fn sharded_problems(sharded: &ShardedQueue) -> Vec<String> {
             ShardCount::MOST
         ));
     }
-    if matches!(&shards.map, ShardMap::Broker { header } if header.is_empty()) {
+    if shards.header.is_empty() {
         problems.push(format!(
-            "the header by which the broker maps sharded queue `{name}` has an empty name"
+            "the header that carries the key of sharded queue `{name}` has an empty name"
         ));
     }
     problems

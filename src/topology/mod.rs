@@ -194,18 +194,6 @@ impl Topology {
             .find(|sharded| sharded.queues.iter().any(|shard| shard.name == queue))
     }
 
-    /// The consistent-hash exchange that a queue is bound to.
-    pub(crate) fn hashed_to(&self, queue: &str) -> Option<&ExchangeSpec> {
-        self.exchanges
-            .iter()
-            .filter(|exchange| exchange.kind == ExchangeKind::ConsistentHash)
-            .find(|exchange| {
-                self.hashed_queues(exchange)
-                    .iter()
-                    .any(|(name, _)| *name == queue)
-            })
-    }
-
     /// The queues behind a consistent-hash exchange with their weights, in the order of their names, which
     /// is the order in which they are bound.
     pub(crate) fn hashed_queues<'a>(&'a self, exchange: &'a ExchangeSpec) -> Vec<(&'a str, u32)> {

@@ -65,7 +65,11 @@ pub(crate) fn affinities() -> Vec<Row> {
         ),
         row(
             "sharded: saying single_active_consumer is no mistake",
-            |t, n| t.sharded_queue(n, 2, |q| parked(q.quorum().single_active_consumer(), n)),
+            |t, n| {
+                t.sharded_queue(n, by_account(2), |q| {
+                    parked(q.quorum().single_active_consumer(), n)
+                })
+            },
             sharded,
             Starts,
         ),
@@ -122,13 +126,13 @@ pub(crate) fn affinities() -> Vec<Row> {
         ),
         row(
             "sharded: fewer credits than shards",
-            |t, n| t.sharded_queue(n, 20, |q| parked(q, n)),
+            |t, n| t.sharded_queue(n, by_account(20), |q| parked(q, n)),
             |e| sharded(e).max_in_flight(19),
             Build(&["max_in_flight", "19", "raise it to 20"]),
         ),
         row(
             "sharded: as many credits as shards",
-            |t, n| t.sharded_queue(n, 20, |q| parked(q, n)),
+            |t, n| t.sharded_queue(n, by_account(20), |q| parked(q, n)),
             |e| sharded(e).max_in_flight(20),
             Starts,
         ),

@@ -35,13 +35,13 @@ pub(crate) fn names() -> Vec<Row> {
         ),
         row(
             "no shards",
-            |t, n| t.sharded_queue(n, 0, |q| parked(q, n)),
+            |t, n| t.sharded_queue(n, by_account(0), |q| parked(q, n)),
             sharded,
             Build(&["0 shards", "1 to 1000"]),
         ),
         row(
             "too many shards",
-            |t, n| t.sharded_queue(n, 1_001, |q| parked(q, n)),
+            |t, n| t.sharded_queue(n, by_account(1_001), |q| parked(q, n)),
             sharded,
             Build(&["1001 shards", "1 to 1000"]),
         ),

@@ -18,19 +18,19 @@ pub(crate) fn places() -> Vec<Row> {
         ),
         row(
             "sharded: no parking",
-            |t, n| t.sharded_queue(n, 2, |q| q),
+            |t, n| t.sharded_queue(n, by_account(2), |q| q),
             sharded,
             Build(&["parking", "`discard_poison()`"]),
         ),
         row(
             "sharded: discards",
-            |t, n| t.sharded_queue(n, 2, |q| q),
+            |t, n| t.sharded_queue(n, by_account(2), |q| q),
             |e| sharded(e).discard_poison(),
             Starts,
         ),
         row(
             "sharded: parks in a shard",
-            |t, n| t.sharded_queue(n, 2, |q| q.parking("x", &format!("{n}-001"))),
+            |t, n| t.sharded_queue(n, by_account(2), |q| q.parking("x", &format!("{n}-001"))),
             sharded,
             Build(&["parks in itself"]),
         ),
@@ -106,7 +106,7 @@ pub(crate) fn arguments() -> Vec<Row> {
         ),
         row(
             "priorities on shards",
-            |t, n| t.sharded_queue(n, 2, |q| parked(q.max_priority(5), n)),
+            |t, n| t.sharded_queue(n, by_account(2), |q| parked(q.max_priority(5), n)),
             sharded,
             Build(&["max_priority(…)", "overtake"]),
         ),
@@ -162,7 +162,7 @@ pub(crate) fn arguments() -> Vec<Row> {
         row(
             "drops its oldest, by bytes, on shards",
             |t, n| {
-                t.sharded_queue(n, 2, |q| {
+                t.sharded_queue(n, by_account(2), |q| {
                     parked(q.max_length_bytes(9).overflow(Overflow::DropHead), n)
                 })
             },

@@ -10,6 +10,11 @@ pub(crate) fn parked(queue: QueueSpec, name: &str) -> QueueSpec {
     queue.parking(&format!("{name}-dlx"), &format!("{name}-parked"))
 }
 
+/// This many shards, mapped by the publishers.
+pub(crate) fn by_account(count: u32) -> Shards {
+    Shards::mapped_by_publisher(count, "account")
+}
+
 pub(crate) fn one(t: Topology, n: &str) -> Topology {
     t.queue(n, |q| parked(q.durable().single_active_consumer(), n))
 }
@@ -19,7 +24,7 @@ pub(crate) fn competing(t: Topology, n: &str) -> Topology {
 }
 
 pub(crate) fn three(t: Topology, n: &str) -> Topology {
-    t.sharded_queue(n, 3, |q| parked(q, n))
+    t.sharded_queue(n, by_account(3), |q| parked(q, n))
 }
 
 pub(crate) fn three_by_broker(t: Topology, n: &str) -> Topology {

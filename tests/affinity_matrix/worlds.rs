@@ -75,7 +75,7 @@ pub(crate) fn worlds() -> Vec<Row> {
         in_world(
             "sharded: another number",
             three,
-            |t, n| t.sharded_queue(n, 4, |q| parked(q, n)),
+            |t, n| t.sharded_queue(n, by_account(4), |q| parked(q, n)),
             Start(&[
                 "another number of shards",
                 "publisher-3",

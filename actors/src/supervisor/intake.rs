@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::config::KeySource;
 use crate::endpoint::Endpoint;
-use crate::envelope::{Delivery, HeaderValue};
+use crate::envelope::{Delivery, HeaderValue, header};
 use crate::key::{LaneIndex, OrderingKey};
 use crate::lane::ToLane;
 use crate::mapping::MappingEpoch;
@@ -111,6 +112,9 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         .map(OrderingKey::from);
     let only_source = source.header.is_none() && !source.typed;
     if fallback.is_none() {
+        if endpoint.counters.keyless.get() == 0 {
+            warn_of_keyless(endpoint, source, delivery);
+        }
         endpoint.counters.keyless.add(1);
     } else if !only_source {
         endpoint.counters.key_fallbacks.add(1);
@@ -122,6 +126,20 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         });
     }
     delivery.key = fallback;
+}
+
+/// The first message without a key, perhaps of many: somebody publishes otherwise than is consumed here.
+fn warn_of_keyless(endpoint: &Endpoint, source: &KeySource, delivery: &Delivery) {
+    let headers = &delivery.envelope().headers;
+    let elsewhere = headers.get(header::ORDERING_KEY).is_some();
+    tracing::warn!(
+        endpoint = %endpoint.config.name,
+        queue = %endpoint.queue_of(delivery),
+        message = delivery.envelope().id.as_ref().map(tracing::field::display),
+        ordered_by_header = source.header,
+        key_in_laneway_key = elsewhere,
+        "a message without its ordering key has no order; later ones are counted (`keyless`) and are events. Where its key is in the header `laneway-key`, give its route `key_header(…)`"
+    );
 }
 
 /// The map from keys to queues has changed: once for each map that is not the endpoint's own.

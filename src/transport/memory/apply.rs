@@ -46,7 +46,7 @@ impl MemoryBroker {
             let wanted = marker.alternate.as_deref();
             problems.extend(match there {
                 Some(there) if Some(there) != wanted => vec![refused(format!(
-                    "{whose} exists with another number of shards, or another map (`{there}`), than is declared (`{}`); it cannot be changed: declare that, or use another name",
+                    "{whose} exists with another number of shards, another map or another key header (`{there}`), than is declared (`{}`); it cannot be changed: declare that, or use another name",
                     wanted.unwrap_or_default()
                 ))],
                 _ => registry.differences(marker),

@@ -81,7 +81,7 @@ async fn identify(
     let wanted = marker.alternate.as_deref().unwrap_or_default();
     Err(refused(
         format!(
-            "{whose} exists with another number of shards, or another map (`{there}`), than is declared (`{wanted}`); it cannot be changed: declare that, or use another name"
+            "{whose} exists with another number of shards, another map or another key header (`{there}`), than is declared (`{wanted}`); it cannot be changed: declare that, or use another name"
         ),
         Some(why),
     ))
