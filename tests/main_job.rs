@@ -397,8 +397,20 @@ fn a_run_on_a_quorum_queue_goes_on_after_sigkill_in_order_and_with_few_duplicate
 /// one goes on as if nothing had happened.
 #[test]
 fn a_process_that_was_stopped_starts_nothing_stale_when_it_goes_on() {
+    let rounds = match std::env::var_os("LANEWAY_SOAK") {
+        Some(_) => 10,
+        None => 1,
+    };
+    for _ in 0..rounds {
+        for queue_type in ["classic", "quorum"] {
+            stopped_and_continued(queue_type);
+        }
+    }
+}
+
+fn stopped_and_continued(queue_type: &str) {
     // At 10 ms each the half of the messages is left when all are published.
-    let run = LongRun::with("sigstop", "classic", 0, "20");
+    let run = LongRun::with("sigstop", queue_type, 0, "20");
     let folder = run.folder.path();
     let (messages, _) = counts();
     let mut first = run.start();
