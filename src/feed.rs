@@ -5,7 +5,7 @@
 use laneway_actors::{KeySource, MappingEpoch};
 
 use crate::endpoint::TransportAffinity;
-use crate::topology::{HashBy, HashProperty, QueueSpec, Topology, epoch, group_name};
+use crate::topology::{HashBy, HashProperty, QueueSpec, Topology, epoch};
 
 /// The queues of an endpoint.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ impl Feed {
     pub(crate) fn of(name: &str, topology: &Topology) -> Result<Self, String> {
         let feed = |queues, kind| Self {
             queues,
-            group: Some(group_name(name)),
+            group: Some(name.to_owned()),
             mapping: None,
             name: name.to_owned(),
             kind,
@@ -291,7 +291,7 @@ mod tests {
                 .iter()
                 .all(|q| q.durable && q.single_active_consumer)
         );
-        assert_eq!(feed.group.as_deref(), Some("orders.members"));
+        assert_eq!(feed.group.as_deref(), Some("orders"));
         assert_eq!(feed.mapping, None);
         assert_eq!(endpoint.settings.max_in_flight, Some(12 * 16));
         let ordering = endpoint.settings.ordering.expect("it is ordered");
@@ -330,7 +330,7 @@ mod tests {
             e.transport_affinity(TransportAffinity::ConsistentHash)
         });
         assert_eq!(names(&feed), ["a", "z"]);
-        assert_eq!(feed.group.as_deref(), Some("orders.members"));
+        assert_eq!(feed.group.as_deref(), Some("orders"));
         let epoch = MappingEpoch::of("header account", &[("a", 3), ("z", 2)]);
         assert_eq!(feed.mapping, Some(epoch));
     }

@@ -28,10 +28,12 @@ die() {
 }
 
 counts='--messages 20000 --keys 500 --concurrency 16'
+instances='--messages 6000 --keys 200 --seconds 10 --json'
 while (($# > 0)); do
     case $1 in
     --soak)
         counts='--messages 200000 --keys 5000 --concurrency 16'
+        instances='--messages 60000 --keys 1000 --json'
         export LANEWAY_SOAK=1
         ;;
     -h | --help)
@@ -45,7 +47,7 @@ done
 
 # ---- The examples ---------------------------------------------------------------------------
 # One line each: the name and its arguments. They check themselves, and exit non-zero if what they
-# show is not so. "$counts" are the messages, keys and concurrency of this run; the word @amqp stands
+# show is not so. "$counts" and "$instances" are the sizes of this run; the word @amqp stands
 # for the broker's URL, which is never printed. A file in examples/ that stands in no line is a failed
 # step.
 examples=(
@@ -57,6 +59,11 @@ examples=(
     "poison_orders --json --poison-mode block"
     "poison_orders --json --amqp @amqp --queue-type classic"
     "poison_orders --json --amqp @amqp --queue-type quorum --poison-mode block"
+    "sharded_instances $instances --chaos roll --amqp @amqp"
+    "sharded_instances $instances --chaos kill --queue-type quorum --amqp @amqp"
+    "sharded_instances $instances --chaos roll --affinity sac --queue-type quorum --amqp @amqp"
+    "sharded_instances $instances --chaos close --affinity hash"
+    "sharded_instances $instances --chaos broker"
 )
 
 # ---- Cleaning up ----------------------------------------------------------------------------

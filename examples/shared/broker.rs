@@ -6,6 +6,7 @@ use clap::ValueEnum;
 use laneway::actors::port::SourceError;
 use laneway::prelude::*;
 use laneway::{BusBuilder, Topology};
+use serde::{Deserialize, Serialize};
 
 /// How long a queue may take to count what was given back to it.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -85,7 +86,7 @@ impl Broker {
 }
 
 /// The kind of a queue on RabbitMQ.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 pub(crate) enum Kind {
     /// One node holds it.
     Classic,

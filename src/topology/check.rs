@@ -10,7 +10,7 @@ use super::arguments::{
 };
 use super::exchange::{ExchangeKind, ExchangeSpec, HashBy};
 use super::queue::{ParkingSpec, QueueSpec, QueueType};
-use super::sharded::{ShardedQueue, group_name, hash_marker_name, marker_name};
+use super::sharded::{ShardedQueue, hash_marker_name, marker_name, members_name};
 use super::{BindingSpec, Topology};
 
 impl Topology {
@@ -91,7 +91,7 @@ impl Topology {
             let whose = format!("sharded queue `{name}`");
             taken.push((name.clone(), whose.clone()));
             taken.push((marker_name(name), whose.clone()));
-            taken.push((group_name(name), whose));
+            taken.push((members_name(name), whose));
         }
         for exchange in self
             .exchanges
@@ -100,7 +100,7 @@ impl Topology {
         {
             let whose = format!("consistent-hash exchange `{}`", exchange.name);
             taken.push((hash_marker_name(&exchange.name), whose.clone()));
-            taken.push((group_name(&exchange.name), whose));
+            taken.push((members_name(&exchange.name), whose));
         }
         for (name, whose) in taken {
             if name.is_empty() {

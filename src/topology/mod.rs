@@ -22,7 +22,8 @@ pub(crate) use exchange::epoch;
 pub use exchange::{BindingSpec, ExchangeKind, ExchangeSpec, HashBy, HashProperty, HeaderMatch};
 pub use plan::Plan;
 pub use queue::{ParkingSpec, QueueSpec, QueueType};
-pub(crate) use sharded::group_name;
+#[cfg(feature = "rabbitmq")]
+pub(crate) use sharded::members_name;
 pub use sharded::{ShardMap, ShardedQueue, Shards};
 
 /// The queues, exchanges and bindings of an application.

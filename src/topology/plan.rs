@@ -23,6 +23,9 @@ pub struct Plan {
     pub queues: Vec<QueueSpec>,
     /// Bindings, in the order of exchange, queue and routing key.
     pub bindings: Vec<BindingSpec>,
+    /// Exchanges over which instances find each other. Those who consume declare them; here they are to be
+    /// deleted with the rest.
+    pub groups: Vec<String>,
 }
 
 impl Topology {
@@ -49,6 +52,14 @@ impl Topology {
             .map(|queue| self.settled(queue))
             .collect();
         queues.sort_by(|a, b| a.name.cmp(&b.name));
+        let own = self
+            .exchanges
+            .iter()
+            .filter(hashed)
+            .filter(|one| one.declared);
+        let shared_out = self.sharded.iter().map(|one| &one.name);
+        let shared_out = shared_out.chain(own.map(|one| &one.name));
+        let groups = shared_out.map(|name| sharded::members_name(name)).collect();
         let mut bindings = self.bindings.clone();
         for exchange in self.exchanges.iter().filter(hashed) {
             let listed = exchange.queues.iter();
@@ -75,6 +86,7 @@ impl Topology {
             exchanges,
             queues,
             bindings,
+            groups,
         }
     }
 

@@ -159,7 +159,8 @@ pub(super) fn hash_marker_name(name: &str) -> String {
     format!("{name}.hash")
 }
 
-/// The name under which the instances that share the queues find each other.
-pub(crate) fn group_name(name: &str) -> String {
+/// The exchange over which the instances that share the queues find each other: of the group that is named like
+/// what they consume.
+pub(crate) fn members_name(name: &str) -> String {
     format!("{name}.members")
 }

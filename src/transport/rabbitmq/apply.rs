@@ -233,6 +233,9 @@ pub(super) async fn remove(core: &Core, plan: &Plan) -> Result<(), SourceError> 
     {
         result = result.and(delete_exchange(&mut asker, &exchange.name).await);
     }
+    for group in &plan.groups {
+        result = result.and(delete_exchange(&mut asker, group).await);
+    }
     result
 }
 

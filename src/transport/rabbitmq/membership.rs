@@ -45,6 +45,7 @@ use super::core::Core;
 use super::sending::{Message, SendError, send};
 use super::source::{refused, stopped, unavailable};
 use super::topology::{administrative, named, source_error};
+use crate::topology::members_name;
 use crate::transport::announcements::{WAITING_AT_MOST, heard};
 
 /// A group, and the queues that are its shards.
@@ -62,7 +63,7 @@ struct Group {
 
 impl Group {
     fn exchange(&self) -> Result<ShortString, SourceError> {
-        named("exchange", &format!("{}.members", self.name))
+        named("exchange", &members_name(&self.name))
     }
 }
 
