@@ -27,7 +27,9 @@ use actix::{
 use futures::StreamExt;
 use tokio::sync::watch;
 
-use crate::balance::{ANNOUNCE_EVERY, Balance, Decision, LISTEN, LOOK_EVERY, Subscriptions};
+use crate::balance::{
+    ANNOUNCE_EVERY, Balance, Decision, EXPIRY, LISTEN, LOOK_EVERY, Subscriptions,
+};
 use crate::policy::Backoff;
 use crate::port::{Announcement, Announcer, Joined, MemberId, Membership, SourceError};
 use crate::restart::{self, Intensity};
@@ -35,10 +37,10 @@ use crate::restart::{self, Intensity};
 #[cfg(test)]
 mod tests;
 
-/// Pauses between tries to join.
+/// Pauses between tries to join; see the pauses between tries to open a session.
 const JOIN_BACKOFF: Backoff = Backoff {
     first: Duration::from_millis(100),
-    ceiling: Duration::from_secs(10),
+    ceiling: EXPIRY,
     factor: 2.0,
     jitter: 0.3,
 };

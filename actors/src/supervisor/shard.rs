@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use actix::{ActorFutureExt, AsyncContext, Context, WrapFuture};
 use futures::StreamExt;
 
-use crate::balance::Subscriptions;
+use crate::balance::{EXPIRY, Subscriptions};
 use crate::lane::ToLane;
 use crate::observe::{EndpointState, EventKind, ShardSnapshot};
 use crate::policy::Backoff;
@@ -23,10 +23,11 @@ use crate::settlement::{AckBook, Finished};
 use super::drain::QuietLanes;
 use super::{EndpointSupervisor, FromSource};
 
-/// Pauses between tries to open a session.
+/// Pauses between tries to open a session. No longer than a member may be silent: an instance that comes back
+/// later than the others after a restart of the broker finds its shards taken.
 const RECONNECT_BACKOFF: Backoff = Backoff {
     first: Duration::from_millis(100),
-    ceiling: Duration::from_secs(10),
+    ceiling: EXPIRY,
     factor: 2.0,
     jitter: 0.3,
 };
