@@ -67,7 +67,7 @@ pub trait Session: Send + Sync + 'static {
 
     /// Closes the session in an orderly way: everything unsettled goes back to the queue in its
     /// original order, with no attempt counted. Resolves when the source has confirmed, or when it
-    /// is lost anyway; never waits for ever.
+    /// is lost anyway; never waits for ever. May be called again, with the same answer.
     fn close(&self) -> BoxFuture<'static, ()>;
 }
 

@@ -73,6 +73,12 @@ impl LaneLink {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) async fn left(&self) -> Vec<String> {
+        let addr = self.addr.get().expect("it was started");
+        addr.send(super::AskLeft).await.expect("it is there")
+    }
+
     pub(super) fn publish_load(&self, tracks: usize) {
         self.tracks.store(tracks, Ordering::Relaxed);
     }

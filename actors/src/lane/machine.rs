@@ -252,7 +252,7 @@ pub enum Effect<D> {
     Stuck(D),
     /// A stuck handler has ended.
     Unstuck(D),
-    /// Nothing of a draining session runs or parks any more.
+    /// Nothing of a draining session runs or parks any more, and no attempt of an ended one runs.
     Quiet(SessionId),
 }
 
@@ -433,6 +433,12 @@ impl<D: Item> Machine<D> {
         self.tracks.len()
     }
 
+    /// Sessions of which something is still to be told or heard.
+    #[cfg(test)]
+    pub(crate) fn draining(&self) -> usize {
+        self.draining.len()
+    }
+
     /// Whether nothing may start at the moment.
     pub fn is_paused(&self) -> bool {
         self.paused
@@ -477,12 +483,28 @@ impl<D: Item> Machine<D> {
         }
     }
 
-    /// Whether the head of this hold is still held, and how many deliveries it keeps here: itself and what
-    /// waits behind it.
+    /// Everything that waits, runs or is being parked.
+    pub(crate) fn deliveries(&self) -> impl Iterator<Item = &D> {
+        self.tracks.iter().flat_map(|(_, track)| {
+            let head = match &track.state {
+                State::Remembered(_) => None,
+                State::Ready { head, .. } | State::Running { head, .. } => Some(head),
+                State::BackingOff { head, .. } | State::Held { head, .. } => head.as_ref(),
+                State::Parking(parking) => Some(&parking.head),
+            };
+            head.into_iter().chain(&track.waiting)
+        })
+    }
+
+    /// Whether this is still a hold, and how many deliveries it keeps here: its head, unless that was given
+    /// back with its session, and what waits behind it.
     pub(crate) fn held(&self, ticket: Ticket) -> Option<usize> {
         let track = self.tracks.get(ticket.slot);
         let track = track.filter(|track| track.stamp == ticket.stamp)?;
-        matches!(track.state, State::Held { .. }).then(|| 1 + track.waiting.len())
+        match &track.state {
+            State::Held { head, .. } => Some(usize::from(head.is_some()) + track.waiting.len()),
+            _ => None,
+        }
     }
 
     // ---- events
@@ -1176,7 +1198,9 @@ impl<D: Item> Machine<D> {
     fn report_quiet(&mut self, effects: &mut Vec<Effect<D>>) {
         let tracks = &self.tracks;
         self.draining.retain(|&session, draining| {
-            // An orphan counts too: whoever takes over must not start while it runs.
+            // An orphan that runs counts too: whoever takes over must not start meanwhile. One that is being
+            // parked does not: nobody can settle it any more, its copy is given back in any case, and a parking
+            // place that fails would keep every other session of the endpoint open.
             let busy = || {
                 tracks.iter().any(|(_, track)| match &track.state {
                     State::Running {
@@ -1185,7 +1209,7 @@ impl<D: Item> Machine<D> {
                         stuck,
                         ..
                     } => !stuck && (*orphan || head.session() == session),
-                    State::Parking(parking) => parking.orphan || parking.head.session() == session,
+                    State::Parking(parking) => !parking.orphan && parking.head.session() == session,
                     _ => false,
                 })
             };

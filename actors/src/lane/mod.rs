@@ -88,6 +88,8 @@ pub(crate) enum ToLane {
     HoldTooMany(Ticket),
     /// A session ended.
     SessionEnded(SessionId),
+    /// All sessions of before have: what is offered from now on comes from new ones, and so completely.
+    AllEnded,
     /// Nothing of a session may start any more; tell when nothing of it runs.
     Drain(SessionId),
     /// Nothing may start any more; tell, under this name, when nothing runs of direct senders' sessions and
@@ -100,7 +102,7 @@ pub(crate) enum ToLane {
     /// The endpoint has stopped.
     Stop,
     /// Panics, to test the restart of the lane.
-    #[cfg(feature = "testing")]
+    #[cfg(any(test, feature = "testing"))]
     Panic,
 }
 
@@ -172,14 +174,13 @@ pub(crate) struct Lane {
     /// copy is parked without another run.
     late_details: HashMap<Identity, String>,
     settled: Vec<Settled>,
-    /// Sessions of direct senders, to drain them too.
-    direct_sessions: BTreeSet<SessionId>,
     /// Nothing starts any more.
     drains: bool,
     /// Sessions that drain and are not quiet yet, and under which name that is told.
     draining: BTreeMap<SessionId, SessionId>,
-    /// Restarted, and what it has forgotten will come again in the next session only. Until this one is
-    /// known to be over nothing of it is taken: it would start before what was forgotten.
+    /// Restarted, and what it has forgotten will come again in the next sessions only. Until all of before
+    /// are known to be over nothing is taken: it would start before what was forgotten. (The end of one is
+    /// not enough: that of another shard may be told while the lane restarts.)
     forgetful: bool,
 }
 
@@ -208,7 +209,6 @@ impl Lane {
             detail: None,
             late_details: HashMap::new(),
             settled: Vec::new(),
-            direct_sessions: BTreeSet::new(),
             drains: false,
             draining: BTreeMap::new(),
             forgetful: false,
@@ -819,7 +819,6 @@ impl Handler<ToLane> for Lane {
                 // A session that has ended takes its deliveries with it, and a sender that had looked before
                 // the drain began can still come after it: the settle handle is dropped.
                 if !self.drains && !Delivery::session(&delivery).has_ended() {
-                    self.direct_sessions.insert(delivery.session_id());
                     self.feed(Event::Offered(delivery), None);
                 }
             }
@@ -829,20 +828,16 @@ impl Handler<ToLane> for Lane {
                 self.since.remove(&ticket);
                 self.feed(Event::Parked { ticket, settled }, None);
             }
-            ToLane::SessionEnded(session) => {
-                // What was offered before this word belongs to an ended session, what is offered after it
-                // comes from a new one, and so completely.
-                self.forgetful = false;
-                self.feed(Event::SessionEnded(session), None);
-            }
+            ToLane::SessionEnded(session) => self.feed(Event::SessionEnded(session), None),
+            ToLane::AllEnded => self.forgetful = false,
             ToLane::Drain(session) => {
                 self.draining.insert(session, session);
                 self.feed(Event::Drain(session), None);
             }
             ToLane::DrainAll(name) => {
                 self.drains = true;
-                let direct = std::mem::take(&mut self.direct_sessions);
-                let rest: Vec<_> = direct.into_iter().chain([name]).collect();
+                let direct = self.machine.deliveries().filter(|it| it.is_direct());
+                let rest: BTreeSet<_> = direct.map(|it| it.session_id()).chain([name]).collect();
                 self.draining
                     .extend(rest.iter().map(|&session| (session, name)));
                 for session in rest {
@@ -872,7 +867,7 @@ impl Handler<ToLane> for Lane {
                 ctx.stop();
                 return;
             }
-            #[cfg(feature = "testing")]
+            #[cfg(any(test, feature = "testing"))]
             ToLane::Panic => panic!("a panic of the lane itself, asked for by a test"),
         }
         self.finish_pass(ctx);
@@ -884,5 +879,31 @@ impl Handler<AskLane> for Lane {
 
     fn handle(&mut self, _: AskLane, _: &mut Context<Self>) -> LaneSnapshot {
         self.snapshot()
+    }
+}
+
+/// Asks a lane what it has not put away.
+#[cfg(test)]
+#[derive(Message)]
+#[rtype(result = "Vec<String>")]
+pub(crate) struct AskLeft;
+
+#[cfg(test)]
+impl Handler<AskLeft> for Lane {
+    type Result = Vec<String>;
+
+    fn handle(&mut self, _: AskLeft, _: &mut Context<Self>) -> Vec<String> {
+        let sizes = [
+            ("draining in the lane", self.draining.len()),
+            ("draining in the machine", self.machine.draining()),
+            ("depth", self.machine.depth()),
+            ("runs", self.runs.len()),
+            ("holds", self.holds.len()),
+            ("timers", self.timers.len()),
+            ("since", self.since.len()),
+            ("forgetful", usize::from(self.forgetful)),
+        ];
+        let left = sizes.into_iter().filter(|&(_, size)| size > 0);
+        left.map(|(what, size)| format!("{what}: {size}")).collect()
     }
 }

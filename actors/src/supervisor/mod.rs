@@ -17,6 +17,8 @@ mod intake;
 mod shard;
 mod spec;
 mod start;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -299,6 +301,8 @@ impl Supervised for EndpointSupervisor {
                 .iter()
                 .for_each(|lane| lane.tell(ToLane::SessionEnded(session)));
         }
+        // Perhaps it was the word of a lane's restart that panicked.
+        self.tell_lanes(|| ToLane::AllEnded);
         self.loads.fill(0);
         self.by_lane.iter_mut().for_each(Vec::clear);
         self.flush_scheduled = false;
@@ -397,11 +401,12 @@ impl Handler<FromLane> for EndpointSupervisor {
                     if self.shards[shard].live.is_some() {
                         self.session_lost(shard, "a lane was restarted".to_owned(), ctx);
                     } else {
-                        // Between two sessions: the lane waits for the word all the same.
+                        // Between two sessions, or being closed: what the lane has taken over hears of it.
                         let session = self.shards[shard].last_session;
                         self.tell_lanes(|| ToLane::SessionEnded(session));
                     }
                 }
+                self.tell_lanes(|| ToLane::AllEnded);
             }
             FromLane::LaneDied(lane) => {
                 self.dead_lanes.push(lane);

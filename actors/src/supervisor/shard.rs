@@ -59,6 +59,9 @@ pub(super) struct Shard {
     pub(super) credits: u16,
     pub(super) live: Option<Live>,
     pub(super) last_session: SessionId,
+    /// One that was ended here, and perhaps not at the source yet: the next one is opened after it. (Where
+    /// several consumers may be active, it would be given later messages before earlier ones come back.)
+    leaving: Option<Arc<dyn Session>>,
     pub(super) finished: Finished,
     /// Whether this instance is to have a session.
     pub(super) wanted: bool,
@@ -77,6 +80,7 @@ pub(super) struct Shard {
 pub(super) struct Giving {
     pub(super) session: SessionId,
     pub(super) quiet: QuietLanes,
+    since: Instant,
     /// Nothing of it is waited for any more.
     closing: bool,
     /// Its attempts were aborted.
@@ -91,6 +95,7 @@ impl Shard {
             credits,
             live: None,
             last_session: SessionId::next(),
+            leaving: None,
             finished: Finished::new(2 * usize::from(credits)),
             wanted,
             opening: false,
@@ -118,6 +123,7 @@ impl Shard {
     /// changed. The session is given up, so that everything unsettled comes again.
     pub(super) fn restart(&mut self) {
         if let Some(live) = self.live.take() {
+            self.leaving = Some(Arc::clone(&live.control));
             live.state.end();
             actix::spawn(async move { live.control.close().await });
         }
@@ -156,11 +162,16 @@ impl EndpointSupervisor {
         shard.opening = true;
         let state = SessionState::of_shard(number);
         let (source, credits) = (Arc::clone(&shard.source), shard.credits);
-        let opening = Arc::clone(&state);
+        let (opening, leaving) = (Arc::clone(&state), shard.leaving.take());
         ctx.spawn(
-            async move { source.open(opening, credits).await }
-                .into_actor(self)
-                .map(move |result, this, ctx| this.opened(state, result, ctx)),
+            async move {
+                if let Some(before) = leaving {
+                    before.close().await;
+                }
+                source.open(opening, credits).await
+            }
+            .into_actor(self)
+            .map(move |result, this, ctx| this.opened(state, result, ctx)),
         );
     }
 
@@ -323,6 +334,8 @@ impl EndpointSupervisor {
         let Some(live) = shard.live.take() else {
             return;
         };
+        // One that the source has lost is nothing to wait for.
+        shard.leaving = (!live.state.has_ended()).then(|| Arc::clone(&live.control));
         live.state.end();
         // A session that ends as soon as it is open is as good as one that cannot be opened; only one that
         // was of use, or that lasted, begins the pauses anew.
@@ -340,11 +353,22 @@ impl EndpointSupervisor {
         self.endpoint.counters.reconnects.add(1);
         // Whatever the other side still believes of this session, it shall end there too.
         ctx.spawn(async move { live.control.close().await }.into_actor(self));
-        if giving {
-            // What runs of it is still waited for.
+        if !giving {
+            self.retry(number, reason, ctx);
+        } else if self.drain.is_some() {
+            // What runs of it is still waited for: the drain's own name may have been told quiet before.
             self.close_if_quiet(number, ctx);
         } else {
-            self.retry(number, reason, ctx);
+            // As after any loss: the next session need not wait for what runs, only its key does. (Were it
+            // waited for, an attempt with a long grace would keep the whole shard closed.)
+            tracing::warn!(
+                endpoint = %self.endpoint.config.name,
+                queue = %self.shards[number].queue,
+                %session,
+                %reason,
+                "a session was lost while it was given"
+            );
+            self.close(number, ctx);
         }
     }
 
@@ -361,6 +385,7 @@ impl EndpointSupervisor {
         shard.giving = Some(Giving {
             session,
             quiet: QuietLanes::none_of(lanes),
+            since: Instant::now(),
             closing: false,
             aborted: false,
         });
@@ -396,28 +421,40 @@ impl EndpointSupervisor {
 
     /// Gives sessions that are too old to be safe: the broker ends one whose oldest message has waited for its
     /// acknowledgement for `ack_timeout`. What is still running then was going to be cut off anyway.
+    ///
+    /// Nor does the giving of a session last longer than an attempt may: what is left after that is a parking
+    /// place that fails, and all keys of the shard would wait for it, here and elsewhere. (A drain has its own
+    /// deadline.)
     pub(super) fn renew_sessions(&mut self, ctx: &mut Context<Self>) {
         let limit = self.endpoint.config.ack_timeout;
+        let attempt = self.endpoint.config.handler_timeout;
+        let longest = attempt.map_or(limit.mul_f64(ABORT_AT), |it| {
+            it.saturating_add(super::ABORT_PATIENCE)
+        });
         for number in 0..self.shards.len() {
             let shard = &self.shards[number];
             let oldest = shard.live.as_ref().and_then(|live| live.book.oldest());
             let age = oldest.map_or(Duration::ZERO, |oldest| oldest.elapsed());
-            if age < limit.mul_f64(RENEW_AT) {
-                continue;
-            }
-            if shard.giving.is_none() {
-                let queue = Arc::clone(&shard.queue);
-                tracing::warn!(
-                    endpoint = %self.endpoint.config.name,
-                    %queue,
-                    ?age,
-                    ack_timeout = ?limit,
-                    "a message waits for its acknowledgement for too long: the session is renewed"
-                );
-                self.endpoint.emit(EventKind::SessionRenewed { queue, age });
-                self.give(number);
-            } else if age >= limit.mul_f64(ABORT_AT) {
-                self.hurry(number, ctx);
+            match &shard.giving {
+                None if age >= limit.mul_f64(RENEW_AT) => {
+                    let queue = Arc::clone(&shard.queue);
+                    tracing::warn!(
+                        endpoint = %self.endpoint.config.name,
+                        %queue,
+                        ?age,
+                        ack_timeout = ?limit,
+                        "a message waits for its acknowledgement for too long: the session is renewed"
+                    );
+                    self.endpoint.emit(EventKind::SessionRenewed { queue, age });
+                    self.give(number);
+                }
+                Some(giving)
+                    if age >= limit.mul_f64(ABORT_AT)
+                        || self.drain.is_none() && giving.since.elapsed() >= longest =>
+                {
+                    self.hurry(number, ctx);
+                }
+                _ => {}
             }
         }
     }

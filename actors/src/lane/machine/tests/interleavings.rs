@@ -907,16 +907,42 @@ fn a_session_that_ends_twice_ends_once() {
 }
 
 #[test]
-fn a_drain_waits_for_parkings_of_earlier_sessions() {
+fn a_drain_does_not_wait_for_parkings_of_earlier_sessions() {
     let [s, next] = sessions();
     let a = of_k(s, 1);
     let mut lane = Lane::new(3);
     let run = lane.run(&a);
     let parking = lane.poison(run);
     lane.end(s);
-    assert_eq!(lane.tell(Event::Drain(next)), []);
-    let told = [gap(&a, Outcome::Parked), Effect::Quiet(next)];
-    assert_eq!(lane.parked(parking, false), told);
+    assert_eq!(lane.tell(Event::Drain(next)), [Effect::Quiet(next)]);
+    assert_eq!(lane.parked(parking, false), [gap(&a, Outcome::Parked)]);
+}
+
+#[test]
+fn a_session_that_ends_while_it_drains_waits_for_its_runs_and_not_for_its_parkings() {
+    let [s, _] = sessions();
+    let (a, b) = (of_k(s, 1), message(s, Some("other"), 2));
+    let mut lane = Lane::new(3);
+    let (run, poison) = (lane.run(&a), lane.run(&b));
+    lane.poison(poison);
+    assert_eq!(lane.tell(Event::Drain(s)), []);
+    assert_eq!(lane.end(s), [Effect::Cancel(run)]);
+    assert!(
+        lane.finish(run, RunResult::Aborted)
+            .contains(&Effect::Quiet(s))
+    );
+}
+
+#[test]
+fn a_hold_whose_head_was_given_back_uses_no_credit() {
+    let [s, next] = sessions();
+    let (a, b) = (of_k(s, 1), of_k(s, 2));
+    let (mut lane, hold) = holding(&a, &b);
+    lane.tell(Event::Drain(s));
+    assert_eq!(lane.0.held(hold), Some(0));
+    lane.end(s);
+    lane.tell(Event::Offered(a.again(next)));
+    assert_eq!(lane.0.held(hold), Some(1));
 }
 
 // ---- keyless messages and the end of a session

@@ -1171,17 +1171,15 @@ impl World {
         self.find(session).is_some_and(|open| open.draining)
     }
 
-    /// Nothing of the session runs or parks, and no orphan does.
+    /// Nothing of the session runs or parks, and no orphan runs.
     fn is_quiet(&self, session: SessionId) -> bool {
         let concerns = |other: SessionId| other == session || !self.is_live(other);
+        let parks = |parking: &Parking| parking.session == session && self.is_live(session);
         !self
             .runs
             .iter()
             .any(|run| !run.stuck && concerns(run.session))
-            && !self
-                .parkings
-                .iter()
-                .any(|parking| concerns(parking.session))
+            && !self.parkings.iter().any(parks)
             && !self.lost.iter().any(|lost| lost.1 == session)
     }
 
