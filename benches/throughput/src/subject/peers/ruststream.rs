@@ -1,0 +1,1 @@
+//! `ruststream-lapin` with keyed lanes.
