@@ -34,9 +34,8 @@ pub(crate) async fn run() -> Result<(), Error> {
     tokio::io::stdin().read_to_string(&mut text).await?;
     let job: Job = serde_json::from_str(&text)?;
     let record = Record::of(Plan::of(job.shape));
-    let before = machine::processor_time();
     job.subject.run(&job, &record).await?;
-    let cpu = machine::processor_time() - before;
+    let cpu_us = record.processor_us();
     let resident_mib = machine::resident_mib();
     if job.shape.poison {
         let broker = Broker::connect(&job.url).await?;
@@ -46,7 +45,7 @@ pub(crate) async fn run() -> Result<(), Error> {
     }
     let outcome = Outcome {
         verdict: record.verdict()?,
-        cpu_us: cpu as f64 / 1e3 / record.plan.len() as f64,
+        cpu_us,
         resident_mib,
     };
     println!("{}", serde_json::to_string(&outcome)?);

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 pub(crate) use judge::Verdict;
 
-use crate::machine::now;
+use crate::machine::{now, processor_time};
 use crate::workload::{Effort, Message, Plan};
 
 /// The first run of a message.
@@ -41,6 +41,8 @@ pub(crate) struct Record {
     /// Later runs of a message, and runs of messages that are none of the plan.
     more: Mutex<Vec<Ran>>,
     parked: Mutex<Vec<(u32, u32)>>,
+    /// The processor time of this process when what is measured began.
+    began: AtomicU64,
     /// Messages that have yet to succeed.
     missing: AtomicUsize,
     all: Notify,
@@ -53,10 +55,22 @@ impl Record {
             first: (0..plan.len()).map(|_| First::default()).collect(),
             more: Mutex::default(),
             parked: Mutex::default(),
+            began: AtomicU64::new(processor_time()),
             missing: AtomicUsize::new(missing),
             all: Notify::new(),
             plan,
         })
+    }
+
+    /// Processor time counts from now on, and not from the making of the record.
+    pub(crate) fn begin(&self) {
+        self.began.store(processor_time(), Ordering::Relaxed);
+    }
+
+    /// Microseconds of processor time so far, for each message of the plan.
+    pub(crate) fn processor_us(&self) -> f64 {
+        let spent = processor_time() - self.began.load(Ordering::Relaxed);
+        spent as f64 / 1e3 / self.plan.len() as f64
     }
 
     /// What every handler does. Says whether it succeeded.

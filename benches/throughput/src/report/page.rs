@@ -146,7 +146,7 @@ fn about(workload: Workload) -> &'static str {
              without the slow key: lower is better, 1 is perfect."
         }
         Workload::W10 => {
-            "No broker: prepared messages come in batches of 64 to 16 lanes, and the handler does nothing but \
+            "No broker: prepared messages come in batches of 64 to 4 lanes, and the handler does nothing but \
              record. This is the path that every delivery takes, from a source's batch through the supervisor \
              and the lanes to the acknowledgement (a direct `LaneAddr::send` is one actor message for each \
              delivery, so it could not have the same batching). The channels group the same batches by the \

@@ -15,6 +15,7 @@ use laneway::{Envelope, Message as _};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+use super::PREFETCH;
 use crate::Error;
 use crate::record::Record;
 use crate::workload::{KEY_HEADER, Message};
@@ -22,21 +23,24 @@ use batches::Batches;
 
 /// Messages handed over at once.
 const BATCH: usize = 64;
-const LANES: u32 = 16;
-/// The most that are under way: credits of Laneway; what the channels hold, in messages.
-const UNDER_WAY: u32 = 4_096;
+const LANES: u32 = 4;
+/// What the channel of a lane holds, in parts of batches: as many messages as the prefetch.
+const DEPTH: usize = PREFETCH as usize / (BATCH / LANES as usize);
 const QUEUE: &str = "local";
 
+/// The messages, made before anything is measured.
 fn prepare(record: &Record) -> Result<Vec<Envelope>, Error> {
     let messages = record.plan.messages();
-    messages
+    let prepared = messages
         .map(|(key, seq)| {
             let message = Message::short(key, seq);
             let mut envelope = Envelope::of(&message, Encoding::MessagePack)?;
             envelope.set_key(KEY_HEADER, &u64::from(key).into());
             Ok(envelope)
         })
-        .collect()
+        .collect();
+    record.begin();
+    prepared
 }
 
 /// Laneway.
@@ -49,8 +53,9 @@ pub(super) async fn laneway(record: &Arc<Record>) -> Result<(), Error> {
         .endpoint(QUEUE, |e| {
             e.ordered_by_header(KEY_HEADER)
                 .local_partitioned()
-                .concurrency(LANES)
-                .max_in_flight(UNDER_WAY)
+                .lanes(LANES)
+                .concurrency(u32::from(PREFETCH))
+                .max_in_flight(u32::from(PREFETCH))
                 .discard_poison()
                 .handler(move |message: Message, _: Context| {
                     let record = Arc::clone(&handled);
@@ -75,8 +80,7 @@ pub(super) async fn channels(record: &Arc<Record>) -> Result<(), Error> {
     let mut tasks = JoinSet::new();
     let lanes: Vec<_> = (0..LANES)
         .map(|_| {
-            // A batch has about BATCH / LANES messages for each lane.
-            let (lane, mut batches) = mpsc::channel(UNDER_WAY as usize / BATCH);
+            let (lane, mut batches) = mpsc::channel(DEPTH);
             let record = Arc::clone(record);
             tasks.spawn(async move {
                 while let Some(batch) = batches.recv().await {

@@ -118,8 +118,10 @@ impl Subject {
             Self::Beavers => {
                 "`beavers`, 32 ordered queues with a prefetch of 16 each (it has order per queue only)"
             }
-            Self::LocalChannels => "a bounded tokio channel and a task for each of 16 lanes",
-            Self::LocalLaneway => "Laneway's supervisor and 16 lanes, fed by a source in memory",
+            Self::LocalChannels => "a bounded tokio channel and a task for each of 4 lanes",
+            Self::LocalLaneway => {
+                "Laneway's supervisor and 4 lanes, `concurrency(512)`, `max_in_flight(512)`, fed by a source in memory"
+            }
         }
     }
 

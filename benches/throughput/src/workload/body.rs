@@ -10,7 +10,7 @@ pub(crate) const PARTITION_HEADER: &str = "amqp-partition-key";
 const BYTES: usize = 256;
 
 /// Its key, its number within the key from 1, when it was published, and padding to 256 bytes.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Message {
     pub(crate) key: u32,
     pub(crate) seq: u32,
