@@ -48,7 +48,7 @@ pub(super) async fn run(job: &Job, record: &Arc<Record>) -> Result<(), Error> {
     record.all().await;
     let poisoned = record.plan.poisoned().len() as u64;
     while bus.snapshot().await.endpoints[0].parked < poisoned {
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
     }
     // Drains: the last acknowledgement is known to be processed when it returns.
     bus.shutdown(Duration::from_secs(10)).await;
