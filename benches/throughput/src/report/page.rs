@@ -102,14 +102,20 @@ fn run(page: &mut String, options: &Options, load_before: &str) -> Result<(), Er
     };
     writeln!(
         page,
-        "- **Versions**: {}, lapin {}, tokio {}, {}; peers: ruststream-lapin {}, beavers {}",
+        "- **Versions**: {}, lapin {}, tokio {}, {}",
         greeting::version(&options.amqp),
         version("lapin").unwrap_or("?"),
         version("tokio").unwrap_or("?"),
         machine::first_line_of("rustc", "--version"),
-        version("ruststream-lapin").unwrap_or("not built"),
-        version("beavers").unwrap_or("not built"),
     )?;
+    if options.peers {
+        let [ruststream, beavers] = ["ruststream-lapin", "beavers"].map(version);
+        let [ruststream, beavers] = [ruststream, beavers].map(|version| version.unwrap_or("?"));
+        writeln!(
+            page,
+            "- **Peers**: ruststream-lapin {ruststream}, beavers {beavers}"
+        )?;
+    }
     writeln!(page, "- **Command**: `{command}`")?;
     writeln!(
         page,
