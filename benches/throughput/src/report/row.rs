@@ -116,7 +116,7 @@ fn row(
         Compared::TimesPlain => (
             of(Part::Plain, &rate),
             None,
-            format!("times longer than {name} without the slow key"),
+            format!("{name} without the slow key"),
         ),
     };
     let ratio = match compared {
