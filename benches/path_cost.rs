@@ -1,16 +1,21 @@
-//! What a message costs on an endpoint without order, and on one with: instructions and allocations.
+//! What a message costs, in instructions and allocations: on an endpoint without order and on one with; and
+//! from a source that delivers in batches of 1, 16 and 64 to the lanes and back.
 //!
 //! ```text
 //! cargo bench --bench path_cost
 //! ```
 //! runs itself under valgrind, for two numbers of messages each, and takes the difference, so that
-//! starting and stopping cancel out; then it subtracts what putting the messages into the broker costs.
-//! Counts do not depend on what else the machine does, unlike time. It fails when an endpoint that did not
-//! ask for order pays for it.
+//! starting and stopping cancel out; then it subtracts what making the messages (and putting them into the
+//! broker) costs. Counts do not depend on what else the machine does, unlike time. It fails when an endpoint
+//! that did not ask for order pays for it, and when the path costs more than its budget.
 //!
-//! With arguments, `path_cost nothing|plain|ordered N`, it is what is measured: N messages of
-//! [`KEYS`] keys, all with the key in a header, through the embedded broker and a handler that does
-//! nothing. `nothing` only puts them into the broker.
+//! With arguments, `path_cost PATH N`, it is what is measured: N messages of [`KEYS`] keys, all with the key in a
+//! header, and a handler that does nothing. `plain` and `ordered` go through the embedded broker, into which
+//! `nothing` only puts them; `batches-1`, `-16` and `-64` come from a source without any broker, for which
+//! `made` only makes them.
+
+#[path = "shared/batches.rs"]
+mod batches;
 
 use std::process::{Command, ExitCode};
 
@@ -18,8 +23,10 @@ use laneway::actors::Encoding;
 use laneway::actors::port::{Destination, Outgoing};
 use laneway::prelude::*;
 use laneway::transport::Transport;
-use laneway::{Envelope, Topology};
+use laneway::{BusBuilder, EndpointBuilder, Envelope, Topology};
 use serde::{Deserialize, Serialize};
+
+use batches::Batches;
 
 const QUEUE: &str = "orders";
 const HEADER: &str = "order";
@@ -33,6 +40,14 @@ const MANY: u64 = 10_000;
 const SHARE_AT_MOST: f64 = 0.93;
 /// It takes 2.84 to 2.88 allocations less: the key, and its track in the lane. To look a key up is one.
 const ALLOCATIONS_LESS: f64 = 2.5;
+
+/// What a message may cost from a source to its lane and back, by how many come at once: instructions and
+/// allocations, about a tenth more than was measured.
+const BUDGETS: [(Path, f64, f64); 3] = [
+    (Path::Batches(1), 20_600.0, 17.0),
+    (Path::Batches(16), 18_700.0, 14.8),
+    (Path::Batches(64), 17_500.0, 13.5),
+];
 
 #[derive(Serialize, Deserialize)]
 struct OrderEvent {
@@ -60,7 +75,7 @@ fn main() -> ExitCode {
             }
             _ => Err("no such path, or no number".to_owned()),
         },
-        _ => Err("arguments: none, or nothing|plain|ordered N".to_owned()),
+        _ => Err("arguments: none, or a path and a number".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -75,24 +90,32 @@ fn main() -> ExitCode {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
+    /// Into the embedded broker.
     Nothing,
     Plain,
     Ordered,
+    /// Into memory.
+    Made,
+    /// From a source in batches of so many.
+    Batches(usize),
 }
 
 impl Path {
-    const ALL: [Self; 3] = [Self::Nothing, Self::Plain, Self::Ordered];
-
-    fn name(self) -> &'static str {
+    fn name(self) -> String {
         match self {
-            Self::Nothing => "nothing",
-            Self::Plain => "plain",
-            Self::Ordered => "ordered",
+            Self::Nothing => "nothing".to_owned(),
+            Self::Plain => "plain".to_owned(),
+            Self::Ordered => "ordered".to_owned(),
+            Self::Made => "made".to_owned(),
+            Self::Batches(size) => format!("batches-{size}"),
         }
     }
 
     fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|path| path.name() == name)
+        let others = [Self::Nothing, Self::Plain, Self::Ordered, Self::Made];
+        let budgeted = BUDGETS.map(|(path, ..)| path);
+        let mut all = others.into_iter().chain(budgeted);
+        all.find(|path| path.name() == name)
     }
 }
 
@@ -107,36 +130,52 @@ fn run(path: Path, messages: u64) {
         .enable_all()
         .build()
         .expect("a runtime starts");
+    let with_handlers = |builder: BusBuilder| builder.handler_runtime(handlers.handle().clone());
     here.block_on(async {
+        if let Path::Batches(size) = path {
+            let batches = Batches::of(size, (0..messages).map(envelope));
+            let builder = Bus::builder().transport(batches.clone());
+            let builder = with_handlers(builder);
+            return consume(builder, true, messages, batches.settled()).await;
+        }
+        if path == Path::Made {
+            drop(Batches::of(1, (0..messages).map(envelope)));
+            return;
+        }
         let broker = MemoryBroker::new();
         fill(&broker, messages).await;
         if path == Path::Nothing {
             return;
         }
-        let bus = Bus::builder()
-            .memory(broker.clone())
-            .topology(queue)
-            .endpoint(QUEUE, |e| {
-                let e = match path {
-                    Path::Ordered => e.ordered_by_header(HEADER).local_partitioned(),
-                    _ => e,
-                };
-                e.concurrency(16)
-                    .max_in_flight(256)
-                    .discard_poison()
-                    .handler(handle)
-            })
-            .handler_runtime(handlers.handle().clone())
-            .build()
-            .expect("valid")
-            .start()
-            .await
-            .expect("starts");
-        broker.wait_empty(QUEUE).await;
-        let handled = bus.snapshot().await.endpoints[0].handled;
-        assert_eq!(handled, messages);
-        bus.shutdown(std::time::Duration::from_secs(10)).await;
+        let builder = with_handlers(Bus::builder().memory(broker.clone()));
+        let ordered = path == Path::Ordered;
+        consume(builder, ordered, messages, broker.wait_empty(QUEUE)).await;
     });
+}
+
+async fn consume(builder: BusBuilder, ordered: bool, messages: u64, all: impl Future<Output = ()>) {
+    let order = |e: EndpointBuilder| match ordered {
+        true => e.ordered_by_header(HEADER).local_partitioned(),
+        false => e,
+    };
+    let bus = builder
+        .topology(queue)
+        .endpoint(QUEUE, |e| {
+            order(e)
+                .concurrency(16)
+                .max_in_flight(256)
+                .discard_poison()
+                .handler(handle)
+        })
+        .build()
+        .expect("valid")
+        .start()
+        .await
+        .expect("starts");
+    all.await;
+    let handled = bus.snapshot().await.endpoints[0].handled;
+    assert_eq!(handled, messages);
+    bus.shutdown(std::time::Duration::from_secs(10)).await;
 }
 
 fn queue(topology: Topology) -> Topology {
@@ -150,19 +189,23 @@ async fn fill(broker: &MemoryBroker, messages: u64) {
         .expect("nothing has this name");
     let publisher = broker.publisher();
     for number in 0..messages {
-        let message = OrderEvent {
-            order: number % KEYS,
-            seq: number / KEYS + 1,
-        };
-        let mut envelope = Envelope::of(&message, Encoding::Json).expect("encodes");
-        envelope.set_key(HEADER, &message.order.into());
         let outgoing = Outgoing {
             destination: Destination::Queue(QUEUE.into()),
-            envelope,
+            envelope: envelope(number),
             key: None,
         };
         publisher.publish(outgoing).await.expect("taken");
     }
+}
+
+fn envelope(number: u64) -> Envelope {
+    let message = OrderEvent {
+        order: number % KEYS,
+        seq: number / KEYS + 1,
+    };
+    let mut envelope = Envelope::of(&message, Encoding::Json).expect("encodes");
+    envelope.set_key(HEADER, &message.order.into());
+    envelope
 }
 
 // ---- measuring
@@ -176,18 +219,19 @@ struct Cost {
 }
 
 fn measure() -> Result<(), String> {
-    let [nothing, plain, ordered] = Path::ALL.map(per_message);
-    let nothing = nothing?;
-    let (plain, ordered) = (plain?.beyond(nothing), ordered?.beyond(nothing));
     println!("per message      instructions  allocations   bytes");
-    for (name, cost) in [("not ordered", plain), ("ordered", ordered)] {
-        let Cost {
-            instructions,
-            allocations,
-            bytes,
-        } = cost;
-        println!("{name:<16} {instructions:>12.0} {allocations:>12.2} {bytes:>7.0}");
-    }
+    let order = without_order();
+    let budgets = within_budgets();
+    order.and(budgets)
+}
+
+/// What the paths through the embedded broker cost, and whether the one without order pays for order.
+fn without_order() -> Result<(), String> {
+    let nothing = per_message(Path::Nothing)?;
+    let plain = per_message(Path::Plain)?.beyond(nothing);
+    let ordered = per_message(Path::Ordered)?.beyond(nothing);
+    plain.print("not ordered");
+    ordered.print("ordered");
     let share = plain.instructions / ordered.instructions;
     let less = ordered.allocations - plain.allocations;
     println!("without order: {share:.3} of the instructions, {less:.2} allocations less");
@@ -200,7 +244,36 @@ fn measure() -> Result<(), String> {
     Ok(())
 }
 
+/// What the path from a source to the lanes and back costs, and whether that is within its budgets.
+fn within_budgets() -> Result<(), String> {
+    let made = per_message(Path::Made)?;
+    let mut too_much = Vec::new();
+    for (path, instructions, allocations) in BUDGETS {
+        let cost = per_message(path)?.beyond(made);
+        cost.print(&path.name());
+        if cost.instructions > instructions || cost.allocations > allocations {
+            too_much.push(format!(
+                "{} costs more than its budget of {instructions} instructions and {allocations} allocations",
+                path.name()
+            ));
+        }
+    }
+    match too_much.is_empty() {
+        true => Ok(()),
+        false => Err(too_much.join("; ")),
+    }
+}
+
 impl Cost {
+    fn print(self, name: &str) {
+        let Self {
+            instructions,
+            allocations,
+            bytes,
+        } = self;
+        println!("{name:<16} {instructions:>12.0} {allocations:>12.2} {bytes:>7.0}");
+    }
+
     fn beyond(self, other: Self) -> Self {
         Self {
             instructions: self.instructions - other.instructions,
@@ -245,7 +318,7 @@ fn valgrind(path: Path, messages: u64, tool: &str, option: &str) -> Result<Strin
         .args(["--cpu-list", &a_processor()?, "valgrind"])
         .args([&format!("--tool={tool}"), option])
         .arg(own)
-        .args([path.name(), &messages.to_string()])
+        .args([path.name(), messages.to_string()])
         .output()
         .map_err(|error| format!("taskset (Debian: util-linux) does not run: {error}"))?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -319,7 +319,7 @@ run_examples() {
     done
 }
 
-# What a message costs without order and with it, as counted by valgrind.
+# What a message costs, as counted by valgrind: without order and with it, and in batches.
 count_costs() {
     if ! command -v valgrind >/dev/null; then
         say "valgrind is missing and cannot be installed here (that takes Debian and root): install it"
@@ -346,7 +346,7 @@ step 'documentation' \
 step 'tests' cargo test --locked --workspace --no-fail-fast
 step 'examples build' cargo build --locked --release --package laneway --examples
 run_examples
-step 'cost of an endpoint without order' count_costs
+step 'cost of a message' count_costs
 
 printf '\n'
 if ((${#failed[@]} > 0)); then

@@ -1,55 +1,56 @@
 //! Laneway, as a user would write it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use laneway::prelude::*;
 
-use super::{Job, PREFETCH, Run, handle};
-use crate::broker::{KEY_HEADER, Numbered};
-use crate::order::Effects;
+use super::{AT_ONCE, Job, PREFETCH};
+use crate::Error;
+use crate::record::Record;
+use crate::workload::{KEY_HEADER, Message, PAUSES};
 
-pub(super) async fn run(
-    job: &Job,
-    effects: &Arc<Effects>,
-    start: Instant,
-) -> Result<Run, Box<dyn std::error::Error>> {
-    let (time, record) = (job.handler, Arc::clone(effects));
-    let queue_type = if job.quorum {
-        QueueType::Quorum
-    } else {
-        QueueType::Classic
+pub(super) async fn run(job: &Job, record: &Arc<Record>) -> Result<(), Error> {
+    let queue_type = match job.queue_type {
+        super::QueueType::Classic => QueueType::Classic,
+        super::QueueType::Quorum => QueueType::Quorum,
     };
+    let handled = Arc::clone(record);
     let bus = Bus::builder()
         .rabbitmq(RabbitMq::at(&job.url))
         .topology(|t| {
-            t.queue(&job.queue, |q| {
-                q.durable().of_type(queue_type).single_active_consumer()
+            t.queue(&job.name, |q| {
+                q.durable()
+                    .of_type(queue_type)
+                    .single_active_consumer()
+                    .parking(&job.parking_exchange(), &job.parked())
             })
         })
-        .endpoint(&job.queue, |e| {
+        .endpoint(&job.name, |e| {
             e.ordered_by_header(KEY_HEADER)
                 .transport_affinity(TransportAffinity::SingleActiveConsumer)
-                .concurrency(job.concurrency)
+                .concurrency(AT_ONCE)
                 .max_in_flight(u32::from(PREFETCH))
-                .discard_poison()
-                .handler(move |message: Numbered, _: Context| {
-                    let record = Arc::clone(&record);
+                .on_failure(|rules| rules.on_any().retry_after(PAUSES).park())
+                .handler(move |message: Message, _: Context| {
+                    let record = Arc::clone(&handled);
                     async move {
-                        handle(time).await;
-                        record.record(message.key, message.seq);
-                        Ok(())
+                        match record.handle(&message).await {
+                            true => Ok(()),
+                            false => Err(Failure::transient("it fails at each run")),
+                        }
                     }
                 })
         })
         .build()?
         .start()
         .await?;
-    effects.all().await;
+    record.all().await;
+    let poisoned = record.plan.poisoned().len() as u64;
+    while bus.snapshot().await.endpoints[0].parked < poisoned {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
     // Drains: the last acknowledgement is known to be processed when it returns.
     bus.shutdown(Duration::from_secs(10)).await;
-    Ok(Run {
-        time: start.elapsed(),
-        inversions: effects.inversions(),
-    })
+    Ok(())
 }

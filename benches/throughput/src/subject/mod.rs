@@ -1,85 +1,179 @@
-//! What is measured. Every subject consumes one queue with the same prefetch, decodes each body, runs the
+//! What is measured. Every subject consumes the same queue with the same prefetch, decodes each body, runs the
 //! same handler, acknowledges after success.
 
+mod keyed;
 mod laneway;
+mod local;
+#[cfg(feature = "peers")]
+mod peers;
 mod raw;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use crate::order::Effects;
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::record::Record;
+use crate::workload::Shape;
 
 /// The prefetch of every subject.
-const PREFETCH: u16 = 512;
+pub(crate) const PREFETCH: u16 = 512;
+/// Handlers at once.
+const AT_ONCE: u32 = 256;
+/// Queues of a subject that has order per queue only.
+const QUEUES: u32 = 32;
 
 /// A consumer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 pub(crate) enum Subject {
-    /// Laneway, everything at its default.
-    Laneway,
-    /// `lapin`, unordered, one task per message, one awaited acknowledgement each.
+    RawSequential,
     RawUnordered,
-    /// `lapin` with a map of per-key queues written by hand, one awaited acknowledgement each.
-    HandWrittenMap,
-    /// `lapin`, one message after the other, every 64th acknowledged with `multiple`. (W2 only says
-    /// something here: it runs one handler at a time.)
+    /// Says something for a handler that does nothing: it runs one at a time.
     RawCumulative,
+    HandWrittenHash,
+    HandWrittenMap,
+    Laneway,
+    RuststreamLapin,
+    Beavers,
+    /// No broker: a bounded channel for each lane.
+    LocalChannels,
+    /// No broker: Laneway's lanes.
+    LocalLaneway,
+}
+
+/// Kind of a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum QueueType {
+    Classic,
+    Quorum,
 }
 
 /// One run.
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Job {
     pub(crate) url: String,
-    pub(crate) queue: String,
-    pub(crate) quorum: bool,
-    pub(crate) messages: u64,
-    pub(crate) keys: u64,
-    pub(crate) concurrency: u32,
-    pub(crate) handler: Duration,
+    /// The name of the queue, or what the names of its queues begin with.
+    pub(crate) name: String,
+    pub(crate) queue_type: QueueType,
+    pub(crate) subject: Subject,
+    pub(crate) shape: Shape,
 }
 
-/// How it went.
-pub(crate) struct Run {
-    pub(crate) time: Duration,
-    pub(crate) inversions: u64,
-}
-
-impl Subject {
-    pub(crate) const ALL: [Self; 4] = [
-        Self::RawUnordered,
-        Self::HandWrittenMap,
-        Self::Laneway,
-        Self::RawCumulative,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Laneway => "laneway",
-            Self::RawUnordered => "raw-unordered",
-            Self::HandWrittenMap => "hand-written-map",
-            Self::RawCumulative => "raw-sequential-multiple-64",
+impl Job {
+    /// Its queues: a key is in the one with the number that is left of it divided by how many there are.
+    pub(crate) fn queues(&self) -> Vec<String> {
+        match self.subject {
+            Subject::Beavers => (0..QUEUES)
+                .map(|number| format!("{}-{number:02}", self.name))
+                .collect(),
+            Subject::LocalChannels | Subject::LocalLaneway => Vec::new(),
+            _ => vec![self.name.clone()],
         }
     }
 
-    /// Whether it promises order per key. (The sequential one keeps it by doing one thing at a time.)
+    /// Where poison messages go.
+    pub(crate) fn parked(&self) -> String {
+        format!("{}-parked", self.name)
+    }
+
+    pub(crate) fn parking_exchange(&self) -> String {
+        format!("{}-dlx", self.name)
+    }
+}
+
+impl Subject {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::RawSequential => "raw-sequential",
+            Self::RawUnordered => "raw-unordered",
+            Self::RawCumulative => "raw-cumulative-64",
+            Self::HandWrittenHash => "hand-written-hash",
+            Self::HandWrittenMap => "hand-written-map",
+            Self::Laneway | Self::LocalLaneway => "laneway",
+            Self::RuststreamLapin => "ruststream-lapin",
+            Self::Beavers => "beavers",
+            Self::LocalChannels => "raw-channels",
+        }
+    }
+
+    /// What it is.
+    pub(crate) fn description(self) -> &'static str {
+        match self {
+            Self::RawSequential => {
+                "`lapin`, one message after the other, one awaited acknowledgement each"
+            }
+            Self::RawUnordered => {
+                "`lapin`, a task for each message, 256 at once, one awaited acknowledgement each"
+            }
+            Self::RawCumulative => {
+                "`lapin`, one message after the other, every 64th acknowledged with `multiple`"
+            }
+            Self::HandWrittenHash => "`lapin`, keys hashed to 256 serial tasks",
+            Self::HandWrittenMap => "`lapin`, a map of per-key queues, 256 handlers at once",
+            Self::Laneway => {
+                "Laneway, `concurrency(256)`, `max_in_flight(512)`, everything else at its default"
+            }
+            Self::RuststreamLapin => "`ruststream-lapin`, `workers_by_key(256)`, prefetch 512",
+            Self::Beavers => {
+                "`beavers`, 32 ordered queues with a prefetch of 16 each (it has order per queue only)"
+            }
+            Self::LocalChannels => "a bounded tokio channel and a task for each of 4 lanes",
+            Self::LocalLaneway => {
+                "Laneway's supervisor and 4 lanes, `concurrency(512)`, `max_in_flight(512)`, fed by a source in memory"
+            }
+        }
+    }
+
+    /// What it does not guarantee.
+    pub(crate) fn missing(self) -> &'static str {
+        match self {
+            Self::RawSequential | Self::RawCumulative => {
+                "Order only by doing one thing at a time. No retry, no parking, no reconnecting."
+            }
+            Self::RawUnordered => "No order. No retry, no parking, no reconnecting.",
+            Self::HandWrittenHash | Self::HandWrittenMap => {
+                "Order while nothing goes wrong: no reconnecting, no drain; after a lost connection a key's \
+                 messages can run again out of order or beside one another."
+            }
+            Self::Laneway => "Not exactly-once: what was unsettled at a crash can run again.",
+            Self::RuststreamLapin => {
+                "Order until a handler fails: a retry is put back into the queue, behind its successors."
+            }
+            Self::Beavers => {
+                "No order per key beyond the order of a whole queue; a slow message holds its queue."
+            }
+            Self::LocalChannels => {
+                "No retry, no permit that lane-mates share, no acknowledgement: a slow message holds its lane."
+            }
+            Self::LocalLaneway => "Nothing is durable: it is the cost of the lanes alone.",
+        }
+    }
+
+    /// Whether it promises order per key, and is held to it.
     pub(crate) fn keeps_order(self) -> bool {
         self != Self::RawUnordered
     }
 
-    pub(crate) async fn run(self, job: &Job) -> Result<Run, Box<dyn std::error::Error>> {
-        let effects = Arc::new(Effects::new(job.keys, job.messages));
-        let start = Instant::now();
+    /// Consumes everything; returns when all acknowledgements are known to be processed.
+    pub(crate) async fn run(self, job: &Job, record: &Arc<Record>) -> Result<(), Error> {
         match self {
-            Self::Laneway => laneway::run(job, &effects, start).await,
-            Self::RawUnordered => raw::unordered(job, &effects, start).await,
-            Self::HandWrittenMap => raw::map_of_keys(job, &effects, start).await,
-            Self::RawCumulative => raw::cumulative(job, &effects, start).await,
+            Self::RawSequential => raw::sequential(job, record).await,
+            Self::RawUnordered => raw::unordered(job, record).await,
+            Self::RawCumulative => raw::cumulative(job, record).await,
+            Self::HandWrittenHash => keyed::hash(job, record).await,
+            Self::HandWrittenMap => keyed::map(job, record).await,
+            Self::Laneway => laneway::run(job, record).await,
+            Self::LocalChannels => local::channels(record).await,
+            Self::LocalLaneway => local::laneway(record).await,
+            #[cfg(feature = "peers")]
+            Self::RuststreamLapin => peers::ruststream::run(job, record).await,
+            #[cfg(feature = "peers")]
+            Self::Beavers => peers::beavers::run(job, record).await,
+            #[cfg(not(feature = "peers"))]
+            Self::RuststreamLapin | Self::Beavers => {
+                Err("built without the feature `peers`".into())
+            }
         }
-    }
-}
-
-/// What every handler does.
-async fn handle(time: Duration) {
-    if !time.is_zero() {
-        tokio::time::sleep(time).await;
     }
 }

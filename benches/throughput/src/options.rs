@@ -1,0 +1,100 @@
+//! The command line.
+
+use clap::{Parser, ValueEnum};
+
+use crate::subject::QueueType;
+
+/// Measures Laneway beside consumers written by hand on the raw client and other libraries: same queue, same
+/// messages, same handler, interleaved rounds in one run. Ratios are the result; absolute figures are this
+/// machine's.
+#[derive(Parser)]
+pub(crate) struct Options {
+    /// What is handled; all of them if none is named.
+    #[arg(long, value_enum)]
+    pub(crate) workload: Vec<Workload>,
+    /// 10,000 messages, 3 rounds, classic queues: ends within 15 minutes.
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Kind of the queues.
+    #[arg(long, value_enum)]
+    queue_type: Option<QueueTypes>,
+    /// Rounds; the median counts [5; with --quick 3].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: Option<u32>,
+    /// Messages per run [200,000; with --quick 10,000]. W5 has its own number.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1_000..=5_000_000))]
+    messages: Option<u64>,
+    /// Other libraries as well (needs the feature `peers`).
+    #[arg(long)]
+    pub(crate) peers: bool,
+    /// One JSON object for each row to standard output, instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Writes docs/benchmarks.md and its chart.
+    #[arg(long)]
+    pub(crate) report: bool,
+    /// The broker. Never printed.
+    #[arg(
+        long,
+        env = "LANEWAY_AMQP_URL",
+        hide_env_values = true,
+        default_value = "amqp://guest:guest@127.0.0.1:5672"
+    )]
+    pub(crate) amqp: String,
+}
+
+/// The workloads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Workload {
+    /// A handler that waits 1 ms, like one that does I/O: first a backlog, then 2,000 messages a second.
+    W1,
+    /// A handler that does nothing: the cost of the framework.
+    W2,
+    /// W1's handler with few busy keys and many quiet ones (Zipf, s = 1.0 and s = 1.2).
+    W3,
+    /// W1 with a message that always fails in one key of a hundred.
+    W4,
+    /// One key whose messages take 100 ms, between others that take 1 ms.
+    W5,
+    /// No broker: the lanes alone.
+    W10,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum QueueTypes {
+    Classic,
+    Quorum,
+    Both,
+}
+
+impl Options {
+    pub(crate) fn workloads(&self) -> Vec<Workload> {
+        if self.workload.is_empty() {
+            Workload::value_variants().to_vec()
+        } else {
+            self.workload.clone()
+        }
+    }
+
+    pub(crate) fn queue_types(&self) -> Vec<QueueType> {
+        let default = if self.quick {
+            QueueTypes::Classic
+        } else {
+            QueueTypes::Both
+        };
+        match self.queue_type.unwrap_or(default) {
+            QueueTypes::Classic => vec![QueueType::Classic],
+            QueueTypes::Quorum => vec![QueueType::Quorum],
+            QueueTypes::Both => vec![QueueType::Classic, QueueType::Quorum],
+        }
+    }
+
+    pub(crate) fn rounds(&self) -> u32 {
+        self.rounds.unwrap_or(if self.quick { 3 } else { 5 })
+    }
+
+    pub(crate) fn messages(&self) -> u64 {
+        self.messages
+            .unwrap_or(if self.quick { 10_000 } else { 200_000 })
+    }
+}

@@ -1,0 +1,206 @@
+//! Which runs a workload has, for which subjects, and what each is compared with.
+
+use std::time::Duration;
+
+use crate::options::{Options, Workload};
+use crate::subject::Subject;
+use crate::workload::{Shape, Spread};
+
+/// Different keys.
+const KEYS: u32 = 10_000;
+/// Messages a second where they are published while the subject runs.
+const PACE: u32 = 2_000;
+/// The slow consumer gets no more messages than this.
+const SEQUENTIAL_AT_MOST: u64 = 5_000;
+
+/// Which of a subject's runs in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Part {
+    /// Without what the workload is about, to compare with.
+    Plain,
+    /// The workload.
+    Main,
+    /// [`Plain`](Self::Plain) while messages are published at a steady pace.
+    PlainPaced,
+    /// [`Main`](Self::Main) while messages are published at a steady pace.
+    Paced,
+}
+
+/// A run that every round has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Case {
+    pub(crate) subject: Subject,
+    pub(crate) part: Part,
+    pub(crate) shape: Shape,
+    pub(crate) per_second: Option<u32>,
+}
+
+/// What a row's ratio is: its own rate divided by that of ….
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Compared {
+    /// Another subject.
+    To(Subject),
+    /// A loop that runs one key alone, divided by the share of the top key.
+    ToIdeal,
+    /// Its own run without poison.
+    ToPlain,
+    /// The other way round: how many times longer than its own run without the slow key.
+    TimesPlain,
+}
+
+/// A workload, ready to run.
+pub(crate) struct Suite {
+    pub(crate) workload: Workload,
+    /// As the rows name it.
+    pub(crate) name: String,
+    pub(crate) cases: Vec<Case>,
+    pub(crate) compared: Compared,
+}
+
+impl Suite {
+    /// The runs of a workload. (W3 has two suites.)
+    pub(crate) fn of(workload: Workload, options: &Options) -> Vec<Self> {
+        use Subject::{
+            HandWrittenHash, HandWrittenMap, Laneway, LocalChannels, LocalLaneway, RawCumulative,
+            RawSequential, RawUnordered,
+        };
+        let messages = options.messages();
+        let shape = |handler_ms| Shape {
+            messages,
+            keys: KEYS,
+            spread: Spread::Uniform,
+            handler: Duration::from_millis(handler_ms),
+            poison: false,
+            slow: 0,
+            seed: 0,
+        };
+        let waiting = shape(1);
+        let paced = Shape {
+            messages: messages.min(10 * u64::from(PACE)),
+            ..waiting
+        };
+        let peers = |subjects: &[Subject]| {
+            let mut subjects = subjects.to_vec();
+            if options.peers {
+                subjects.extend([Subject::RuststreamLapin, Subject::Beavers]);
+            }
+            subjects
+        };
+        let suite = |name: &str, compared, subjects: &[Subject], parts: &[(Part, Shape)]| Self {
+            workload,
+            name: name.to_owned(),
+            compared,
+            cases: cases(subjects, parts),
+        };
+        match workload {
+            Workload::W1 => {
+                let ordered = [RawUnordered, HandWrittenHash, HandWrittenMap, Laneway];
+                let mut suite = suite(
+                    "w1",
+                    Compared::To(RawUnordered),
+                    &peers(&ordered),
+                    &[(Part::Main, waiting), (Part::Paced, paced)],
+                );
+                suite
+                    .cases
+                    .extend(cases(&[RawSequential], &[(Part::Main, waiting)]));
+                vec![suite]
+            }
+            Workload::W2 => vec![suite(
+                "w2",
+                Compared::To(RawUnordered),
+                &peers(&[
+                    RawUnordered,
+                    RawCumulative,
+                    HandWrittenHash,
+                    HandWrittenMap,
+                    Laneway,
+                    RawSequential,
+                ]),
+                &[(Part::Main, shape(0))],
+            )],
+            Workload::W3 => [1.0, 1.2]
+                .map(|s| {
+                    let spread = Spread::Zipf(s);
+                    suite(
+                        &format!("w3-s{s:.1}"),
+                        Compared::ToIdeal,
+                        &peers(&[HandWrittenHash, HandWrittenMap, Laneway]),
+                        &[(Part::Main, Shape { spread, ..waiting })],
+                    )
+                })
+                .into(),
+            Workload::W4 => {
+                let poisoned = |shape| Shape {
+                    poison: true,
+                    ..shape
+                };
+                vec![suite(
+                    "w4",
+                    Compared::ToPlain,
+                    &[HandWrittenMap, Laneway],
+                    &[
+                        (Part::Plain, waiting),
+                        (Part::Main, poisoned(waiting)),
+                        (Part::PlainPaced, paced),
+                        (Part::Paced, poisoned(paced)),
+                    ],
+                )]
+            }
+            Workload::W5 => {
+                let others = Shape {
+                    messages: 20_000,
+                    ..waiting
+                };
+                let with_slow = Shape {
+                    slow: 500,
+                    ..others
+                };
+                let mut subjects = vec![RawUnordered, HandWrittenMap, Laneway];
+                if !options.quick {
+                    subjects.push(HandWrittenHash);
+                }
+                vec![suite(
+                    "w5",
+                    Compared::TimesPlain,
+                    &peers(&subjects),
+                    &[(Part::Plain, others), (Part::Main, with_slow)],
+                )]
+            }
+            Workload::W10 => {
+                // Five times as many as W1 has, and enough to take a while.
+                let messages = (5 * messages).max(500_000);
+                let shape = Shape {
+                    messages,
+                    ..shape(0)
+                };
+                vec![suite(
+                    "w10",
+                    Compared::To(LocalChannels),
+                    &[LocalChannels, LocalLaneway],
+                    &[(Part::Main, shape)],
+                )]
+            }
+        }
+    }
+}
+
+fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &(part, shape) in parts {
+        for &subject in subjects {
+            let mut shape = shape;
+            if subject == Subject::RawSequential {
+                shape.messages = shape.messages.min(SEQUENTIAL_AT_MOST);
+            }
+            let is_paced = matches!(part, Part::Paced | Part::PlainPaced);
+            cases.push(Case {
+                subject,
+                part,
+                shape,
+                per_second: is_paced.then_some(PACE),
+            });
+        }
+    }
+    cases
+}
