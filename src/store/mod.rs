@@ -171,11 +171,8 @@ pub trait Store: Send + Sync + 'static {
     fn start<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
     /// Ends messages, all or none of the batch. Messages that are not there any more are counted and left.
-    fn settle<'a>(
-        &'a self,
-        lease: &'a Lease,
-        settlements: &'a [Settlement],
-    ) -> Answer<'a, Settled>;
+    fn settle<'a>(&'a self, lease: &'a Lease, settlements: &'a [Settlement])
+    -> Answer<'a, Settled>;
 
     /// Which of these messages are not settled: how a commit whose outcome is unknown is cleared up.
     fn unsettled<'a>(
@@ -261,7 +258,9 @@ impl<'a> Endings<'a> {
                     endings.kept.push((sequence, Some(*after), past));
                 }
                 Ending::Hold { failed } => {
-                    endings.kept.push((sequence, None, columns::write_past(failed)));
+                    endings
+                        .kept
+                        .push((sequence, None, columns::write_past(failed)));
                 }
                 Ending::Dead {
                     reason,
@@ -285,7 +284,10 @@ impl Known {
     /// What enqueuing this batch means.
     fn plan(&self, batch: &[NewMessage]) -> Result<plan::Plan, StoreError> {
         let known = self.0.read();
-        plan::Plan::of(batch, &known.unwrap_or_else(std::sync::PoisonError::into_inner))
+        plan::Plan::of(
+            batch,
+            &known.unwrap_or_else(std::sync::PoisonError::into_inner),
+        )
     }
 
     fn insert(&self, queue: plan::KnownQueue) {

@@ -79,10 +79,7 @@ impl Plan {
             };
             match first.get(&(planned.queue, planned.row.id.clone())) {
                 None => {
-                    first.insert(
-                        (planned.queue, planned.row.id.clone()),
-                        planned.row.digest,
-                    );
+                    first.insert((planned.queue, planned.row.id.clone()), planned.row.digest);
                     plan.rows.push(planned);
                 }
                 Some(digest) if *digest == planned.row.digest => {

@@ -124,8 +124,12 @@ pub(super) async fn check(
     )
     .fetch_one(connection)
     .await?;
-    let (version, commit, fsync, standby): (i32, String, String, bool) =
-        (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?, row.try_get(3)?);
+    let (version, commit, fsync, standby): (i32, String, String, bool) = (
+        row.try_get(0)?,
+        row.try_get(1)?,
+        row.try_get(2)?,
+        row.try_get(3)?,
+    );
     if version < OLDEST {
         return Err(StoreError::refused(format!(
             "the PostgreSQL server is of version {}, and 12 or later is needed",
@@ -134,7 +138,9 @@ pub(super) async fn check(
         .into());
     }
     if standby {
-        return Err(StoreError::unavailable("the server is a standby and cannot be written").into());
+        return Err(
+            StoreError::unavailable("the server is a standby and cannot be written").into(),
+        );
     }
     if durability == Durability::Full && (commit == "off" || fsync == "off") {
         return Err(StoreError::refused(format!(

@@ -83,7 +83,11 @@ pub(super) async fn lock(
     let per_queue = SLOTS as i32 + 1;
     let slots: Vec<i32> = locks
         .iter()
-        .map(|lock| lock.queue.wrapping_mul(per_queue).wrapping_add(lock.slot as i32))
+        .map(|lock| {
+            lock.queue
+                .wrapping_mul(per_queue)
+                .wrapping_add(lock.slot as i32)
+        })
         .collect();
     let shared: Vec<bool> = locks.iter().map(|lock| lock.shared).collect();
     sqlx::query(LOCK)
@@ -108,7 +112,11 @@ pub(super) async fn enqueue(
 
     let id = |planned: &PlannedRow| (planned.queue, planned.row.id.clone());
     let all: Vec<_> = rows.iter().map(id).collect();
-    let kept_out: Vec<_> = all.iter().filter(|id| !inserted.contains_key(*id)).cloned().collect();
+    let kept_out: Vec<_> = all
+        .iter()
+        .filter(|id| !inserted.contains_key(*id))
+        .cloned()
+        .collect();
     let known = known(connection, names, all, kept_out).await?;
 
     let mut copies = Vec::new();

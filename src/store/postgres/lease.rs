@@ -49,7 +49,11 @@ pub(super) async fn take(
             return Ok(None);
         }
         None => {
-            return Err(StoreError::refused(format!("the queue has no shard {} to lease", shard.0)).into());
+            return Err(StoreError::refused(format!(
+                "the queue has no shard {} to lease",
+                shard.0
+            ))
+            .into());
         }
     }
     let epoch: i64 = sqlx::query_scalar(&names.fill(
@@ -128,9 +132,9 @@ pub(super) async fn renew(
             kept.push((row.try_get(0)?, row.try_get(1)?, row.try_get(2)?));
         }
     }
-    let lost = leases.iter().filter(|(queue, lease)| {
-        !kept.contains(&(*queue, lease.shard().0 as i32, lease.epoch.0))
-    });
+    let lost = leases
+        .iter()
+        .filter(|(queue, lease)| !kept.contains(&(*queue, lease.shard().0 as i32, lease.epoch.0)));
     Ok(lost.map(|(_, lease)| lease.clone()).collect())
 }
 
@@ -148,7 +152,9 @@ pub(super) async fn release(
                 "UPDATE {t}leases SET owner = NULL, expires = '-infinity' \
                  WHERE queue = $1 AND shard = $2 AND epoch = $3"
             }
-            Scope::Shared => "UPDATE {t}nodes SET dead = true WHERE queue = $1 AND $2 = 0 AND epoch = $3",
+            Scope::Shared => {
+                "UPDATE {t}nodes SET dead = true WHERE queue = $1 AND $2 = 0 AND epoch = $3"
+            }
         };
         sqlx::query(&names.fill(text))
             .bind(queue)

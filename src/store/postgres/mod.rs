@@ -215,11 +215,7 @@ impl PostgresStore {
         })
     }
 
-    async fn write(
-        &self,
-        connection: &mut PgConnection,
-        plan: Plan,
-    ) -> Result<Enqueued, Fault> {
+    async fn write(&self, connection: &mut PgConnection, plan: Plan) -> Result<Enqueued, Fault> {
         let plan = enqueue::enqueue(connection, &self.names, self.lock_space, plan).await?;
         let queues = plan.queues.clone();
         Ok(Enqueued::new(plan.placed(), queues, self.wakes()))
@@ -296,7 +292,8 @@ impl Store for PostgresStore {
         self.bounded("take", async move {
             let number = self.known.number(queue)?;
             let mut connection = Guarded::from(&self.pools.leases).await?;
-            let taken = lease::take(&mut connection, &self.names, number, shard, owner, ttl).await?;
+            let taken =
+                lease::take(&mut connection, &self.names, number, shard, owner, ttl).await?;
             connection.done();
             Ok(taken.map(|epoch| Lease {
                 queue: queue.into(),

@@ -102,8 +102,16 @@ pub(super) async fn settle(
             .bind(shard)
             .bind(claim(lease))
             .bind(kept.iter().map(|(s, _, _)| *s).collect::<Vec<_>>())
-            .bind(kept.iter().map(|(_, after, _)| due(after)).collect::<Vec<_>>())
-            .bind(kept.iter().map(|(_, _, past)| past.as_str()).collect::<Vec<_>>())
+            .bind(
+                kept.iter()
+                    .map(|(_, after, _)| due(after))
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                kept.iter()
+                    .map(|(_, _, past)| past.as_str())
+                    .collect::<Vec<_>>(),
+            )
             .execute(&mut *connection)
             .await?;
         settled += done.rows_affected();
@@ -114,9 +122,21 @@ pub(super) async fn settle(
             .bind(shard)
             .bind(claim(lease))
             .bind(dead.iter().map(|(s, ..)| *s).collect::<Vec<_>>())
-            .bind(dead.iter().map(|(_, reason, ..)| reason.text()).collect::<Vec<_>>())
-            .bind(dead.iter().map(|(_, _, detail, _)| write_detail(detail)).collect::<Vec<_>>())
-            .bind(dead.iter().map(|(.., past)| past.as_str()).collect::<Vec<_>>())
+            .bind(
+                dead.iter()
+                    .map(|(_, reason, ..)| reason.text())
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                dead.iter()
+                    .map(|(_, _, detail, _)| write_detail(detail))
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                dead.iter()
+                    .map(|(.., past)| past.as_str())
+                    .collect::<Vec<_>>(),
+            )
             .execute(connection)
             .await?;
         settled += done.rows_affected();

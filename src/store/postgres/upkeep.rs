@@ -30,10 +30,11 @@ pub(super) async fn declare(
     .bind(ordered)
     .execute(&mut *transaction)
     .await?;
-    let row = sqlx::query(&names.fill("SELECT number, shards, ordered FROM {t}queues WHERE name = $1"))
-        .bind(&*queue.name)
-        .fetch_one(&mut *transaction)
-        .await?;
+    let row =
+        sqlx::query(&names.fill("SELECT number, shards, ordered FROM {t}queues WHERE name = $1"))
+            .bind(&*queue.name)
+            .fetch_one(&mut *transaction)
+            .await?;
     let (number, has_shards, is_ordered): (i32, i32, bool) =
         (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
     if (has_shards, is_ordered) != (shards, ordered) {
