@@ -49,9 +49,10 @@
 //! # Limits
 //! - In PostgreSQL, [`enqueue_in`](TransactionalStore::enqueue_in) needs READ COMMITTED, and refuses other
 //!   isolation levels: in an older snapshot it could not see that a copy was handled in the meantime.
-//! - Two transactions that each enqueue in **several calls** can dead-lock, because each call sorts only its own
-//!   locks: one of them gets [`StoreError::Conflict`] and is to be tried again as a whole. One call per
-//!   transaction cannot.
+//! - Each call takes its locks in one order, so transactions that enqueue **in one call** each cannot dead-lock. One
+//!   that enqueues in several can, with any other: one of the two gets [`StoreError::Conflict`] and is to be tried
+//!   again as a whole.
+//! - A transaction that stays open after its enqueuing makes other writers of its keys wait, and what is promoted.
 //! - SQLite has one writer: a transaction that has begun to write makes all others wait.
 
 use std::sync::Arc;
@@ -63,6 +64,8 @@ use laneway_actors::port::MemberId;
 mod columns;
 mod error;
 mod lease;
+#[cfg(feature = "postgres")]
+mod locks;
 mod message;
 mod names;
 mod plan;

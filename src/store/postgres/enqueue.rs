@@ -9,7 +9,7 @@
 //!
 //! **Why advisory locks and not rows.** A locked row is written to: its page and its log record cost as much as
 //! the message. An advisory lock lives in shared memory and leaves nothing behind. Their table is of fixed size,
-//! which is why a call with many keys locks its queue as a whole (see `plan`).
+//! which is why a call with many keys locks its queue as a whole (see `locks`).
 //!
 //! **Why insert before looking at the ended ids.** Message `a` is being settled by S while E stores a copy. If E
 //! looked first it would see no ended id, then wait in its insert until S commits (the unique index makes it
@@ -22,8 +22,9 @@ use std::collections::HashMap;
 use sqlx::{PgConnection, Row as _};
 
 use super::fault::Fault;
+use crate::store::locks::{self, Lock, SLOTS};
 use crate::store::names::Names;
-use crate::store::plan::{Lock, Plan, PlannedRow, SLOTS};
+use crate::store::plan::{Plan, PlannedRow};
 use crate::store::settle::ID_REUSED;
 use crate::store::{Placed, Sequence, StoreError};
 
@@ -106,7 +107,7 @@ pub(super) async fn enqueue(
     lock_space: i32,
     mut plan: Plan,
 ) -> Result<Plan, Fault> {
-    lock(connection, lock_space, &plan.locks()).await?;
+    lock(connection, lock_space, &locks::of_plan(&plan)).await?;
     let rows = std::mem::take(&mut plan.rows);
     let mut inserted = insert(connection, names, &rows).await?;
 

@@ -1,6 +1,6 @@
 //! The tables of PostgreSQL and their migrations.
 
-use sqlx::{Connection as _, PgConnection};
+use sqlx::{Connection as _, Executor as _, PgConnection};
 
 use super::fault::Fault;
 use crate::store::names::Names;
@@ -55,8 +55,8 @@ pub(super) async fn provision(
     }
     let mut transaction = connection.begin().await?;
     // Several starters wait here, each for all before it: not within the bound of one statement.
-    sqlx::raw_sql("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
-        .execute(&mut *transaction)
+    (&mut *transaction)
+        .execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0")
         .await?;
     sqlx::query("SELECT pg_advisory_xact_lock($1, -1)")
         .bind(lock_space)
@@ -69,21 +69,17 @@ pub(super) async fn provision(
             .fetch_one(&mut *transaction)
             .await?;
         if !exists {
-            sqlx::raw_sql(&format!("CREATE SCHEMA {schema}"))
-                .execute(&mut *transaction)
+            (&mut *transaction)
+                .execute(&*format!("CREATE SCHEMA {schema}"))
                 .await?;
         }
     }
     let applied = applied(&mut transaction, names).await?;
     if applied < MIGRATIONS.len() {
-        sqlx::raw_sql(&names.fill(TABLE))
-            .execute(&mut *transaction)
-            .await?;
+        (&mut *transaction).execute(&*names.fill(TABLE)).await?;
     }
     for (number, (name, migration)) in (1_i32..).zip(MIGRATIONS).skip(applied) {
-        sqlx::raw_sql(&names.fill(migration))
-            .execute(&mut *transaction)
-            .await?;
+        (&mut *transaction).execute(&*names.fill(migration)).await?;
         sqlx::query(&names.fill("INSERT INTO {t}migrations (number, name) VALUES ($1, $2)"))
             .bind(number)
             .bind(name)

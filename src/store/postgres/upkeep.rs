@@ -8,8 +8,9 @@ use super::enqueue;
 use super::fault::Fault;
 use super::lease::millis;
 use crate::store::columns::read_past;
+use crate::store::locks::locks;
 use crate::store::names::Names;
-use crate::store::plan::{self, KnownQueue};
+use crate::store::plan::KnownQueue;
 use crate::store::{Counts, DeadMessage, QueueIdentity, QueueOrder, StoreError};
 
 pub(super) async fn declare(
@@ -94,7 +95,7 @@ pub(super) async fn promote_due(
         keys.extend(key_hash.filter(|_| ordered).map(|hash| (queue, hash)));
     }
     if !ids.is_empty() {
-        enqueue::lock(&mut transaction, lock_space, &plan::locks(keys)).await?;
+        enqueue::lock(&mut transaction, lock_space, &locks(keys)).await?;
         sqlx::query(&names.fill(
             "UPDATE {t}messages AS m SET sequence = d.place, due_at = NULL \
              FROM (SELECT queue, id, nextval('{t}sequence') AS place FROM \

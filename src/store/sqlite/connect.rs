@@ -10,7 +10,7 @@ use sqlx::pool::PoolConnection;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{ConnectOptions as _, Sqlite, SqlitePool};
+use sqlx::{ConnectOptions as _, Executor as _, Sqlite, SqlitePool};
 
 use super::SqliteConfig;
 use super::fault::Fault;
@@ -34,9 +34,7 @@ impl FileLock {
             .busy_timeout(Duration::ZERO)
             .connect()
             .await?;
-        let locked = sqlx::raw_sql("BEGIN EXCLUSIVE")
-            .execute(&mut connection)
-            .await;
+        let locked = connection.execute("BEGIN EXCLUSIVE").await;
         match locked.map_err(Fault::from) {
             Ok(_) => Ok(Self { _held: connection }),
             Err(Fault(StoreError::Conflict { .. })) => Err(StoreError::refused(

@@ -1,6 +1,6 @@
 //! The tables of SQLite and their migrations.
 
-use sqlx::{Connection as _, SqliteConnection};
+use sqlx::{Connection as _, Executor as _, SqliteConnection};
 
 use super::fault::Fault;
 use crate::store::names::Names;
@@ -47,14 +47,10 @@ pub(super) async fn provision(
     let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
     let applied = applied(&mut transaction, names).await?;
     if applied < MIGRATIONS.len() {
-        sqlx::raw_sql(&names.fill(TABLE))
-            .execute(&mut *transaction)
-            .await?;
+        (&mut *transaction).execute(&*names.fill(TABLE)).await?;
     }
     for (number, (name, migration)) in (1_i64..).zip(MIGRATIONS).skip(applied) {
-        sqlx::raw_sql(&names.fill(migration))
-            .execute(&mut *transaction)
-            .await?;
+        (&mut *transaction).execute(&*names.fill(migration)).await?;
         sqlx::query(&names.fill("INSERT INTO {t}migrations (number, name) VALUES (?, ?)"))
             .bind(number)
             .bind(name)
