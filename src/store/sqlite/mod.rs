@@ -10,7 +10,6 @@
 
 use std::fmt;
 use std::future::Future;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,12 +21,13 @@ use super::names::Names;
 use super::plan::Plan;
 use super::wake::{LocalWakes, Wake};
 use super::{
-    Answer, Counts, DeadMessage, Durability, Enqueued, Known, Lease, NewMessage, Provision,
-    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
-    TransactionalStore, Wakeup, Window,
+    Answer, Counts, DeadMessage, Enqueued, Known, Lease, NewMessage, QueueIdentity, Scope,
+    Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore, Wakeup,
+    Window,
 };
 
 mod claim;
+mod config;
 mod connect;
 mod enqueue;
 mod fault;
@@ -35,6 +35,8 @@ mod lease;
 mod schema;
 mod settle;
 mod upkeep;
+
+pub use config::SqliteConfig;
 
 use connect::{FileLock, Guarded, Pools};
 use fault::Fault;
@@ -57,74 +59,6 @@ fn list(numbers: &[i64]) -> String {
 /// Bounded by a century, so that sums with it stay in range.
 fn millis(duration: Duration) -> i64 {
     duration.as_millis().min(3_155_760_000_000) as i64
-}
-
-/// Where the store is and how it is used.
-#[derive(Debug, Clone)]
-pub struct SqliteConfig {
-    file: PathBuf,
-    prefix: String,
-    provision: Provision,
-    durability: Durability,
-    timeout: Duration,
-    readers: u32,
-}
-
-impl SqliteConfig {
-    /// The database in this file, created where it is missing. Beside it lies a file for the lock, with `.lock`
-    /// after the same name, and SQLite's own.
-    pub fn file(file: impl Into<PathBuf>) -> Self {
-        Self {
-            file: file.into(),
-            prefix: "laneway_".into(),
-            provision: Provision::default(),
-            durability: Durability::default(),
-            timeout: Duration::from_secs(5),
-            readers: 2,
-        }
-    }
-
-    /// What the names of the tables begin with. Defaults to `laneway_`.
-    pub fn table_prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.prefix = prefix.into();
-        self
-    }
-
-    /// Whether the tables are migrated or only checked. Defaults to [`Provision::Apply`].
-    pub fn provision(mut self, provision: Provision) -> Self {
-        self.provision = provision;
-        self
-    }
-
-    /// What a commit must survive: `synchronous` is `FULL`, or `NORMAL`. Defaults to [`Durability::Full`].
-    pub fn durability(mut self, durability: Durability) -> Self {
-        self.durability = durability;
-        self
-    }
-
-    /// Bounds every operation, waiting for the writer included. Defaults to 5 seconds.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Connections that read beside the writer. Defaults to 2.
-    pub fn readers(mut self, readers: std::num::NonZeroU32) -> Self {
-        self.readers = readers.get();
-        self
-    }
-
-    /// The text of all migrations, to be applied by hand.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] if the prefix is not a plain identifier.
-    pub fn migrations(&self) -> Result<String, StoreError> {
-        Ok(schema::text(&self.names()?))
-    }
-
-    fn names(&self) -> Result<Names, StoreError> {
-        Names::new(None, &self.prefix)
-    }
 }
 
 /// A [`Store`] in an SQLite file. See the [module](self).

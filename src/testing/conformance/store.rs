@@ -4,7 +4,7 @@
 //! makes a test of each. What a database must bring beside its store is little ([`StoreAdapter`]).
 //!
 //! Times that must pass (a lease that expires, a retry that becomes due) do pass, by the database's clock, which no
-//! test can move: [`SHORT`] for each. Everything else waits for events.
+//! test can move: [`SHORT`] or [`LATER`] for each. Everything else waits for events.
 //!
 //! It does not check durability, nor what happens when the database goes away.
 
@@ -29,6 +29,9 @@ pub mod settling;
 
 /// A time that is waited for: a lease that is to expire, a message that is to become due.
 pub const SHORT: Duration = Duration::from_millis(60);
+
+/// A time that must not pass before the next few steps, and is waited for after them.
+pub const LATER: Duration = Duration::from_millis(1_500);
 
 /// A lease that is not to expire within a case.
 pub const LONG: Duration = Duration::from_secs(120);

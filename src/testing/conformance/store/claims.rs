@@ -100,12 +100,15 @@ pub async fn claims_of_two_nodes_do_not_overlap<A: StoreAdapter>(stage: Stage<A>
 /// The work of a node that is gone moves, and it cannot settle it any more.
 pub async fn claims_of_an_expired_node_are_claimed_by_another<A: StoreAdapter>(stage: Stage<A>) {
     stage.declare("q", QueueOrder::Unordered).await;
-    let gone = stage.join("q", SHORT).await;
+    let gone = stage.join("q", LONG).await;
     let alive = stage.join("q", LONG).await;
     stage.enqueue(vec![message("q", "a", 1)]).await;
     let claimed = stage.store.claim(&gone, 9).await.expect("claims");
     assert_eq!(numbers(&claimed), [1]);
     assert_eq!(stage.store.claim(&alive, 9).await.expect("claims").len(), 0);
+    // Its last sign of life.
+    let lost = stage.store.renew(std::slice::from_ref(&gone), SHORT).await;
+    assert_eq!(lost.expect("answers"), []);
     tokio::time::sleep(SHORT * 2).await;
     let moved = stage.store.claim(&alive, 9).await.expect("claims");
     assert_eq!(numbers(&moved), [1]);

@@ -187,7 +187,7 @@ pub async fn a_scheduled_message_gets_its_place_when_it_is_due_and_holds_nobody<
         assert_eq!(promoted, expected);
     };
     let mut later = with_id(message("q", "a", 1), "later");
-    later.due = Some(SystemTime::now() + Duration::from_millis(300));
+    later.due = Some(SystemTime::now() + LATER);
     let mut far = message("q", "a", 9);
     far.due = Some(SystemTime::now() + Duration::from_secs(3600));
     let mut past = message("q", "b", 2);
@@ -199,7 +199,7 @@ pub async fn a_scheduled_message_gets_its_place_when_it_is_due_and_holds_nobody<
     stage.enqueue(vec![message("q", "a", 3)]).await;
     assert_eq!(numbers(&stage.read(&lease, 9).await), [2, 3]);
 
-    tokio::time::sleep(Duration::from_millis(350)).await;
+    tokio::time::sleep(LATER + SHORT).await;
     promoted(1).await;
     promoted(0).await;
     assert_eq!(numbers(&stage.read(&lease, 9).await), [2, 3, 1]);

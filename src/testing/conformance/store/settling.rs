@@ -38,13 +38,13 @@ pub async fn a_retry_keeps_its_place_and_holds_its_key<A: StoreAdapter>(stage: S
         .await;
     let head = stage.read(&lease, 1).await[0].sequence;
     let retry = Ending::Retry {
-        after: Duration::from_millis(300),
+        after: LATER,
         failed: None,
     };
     let settled = stage.store.settle(&lease, &[settlement(head, retry)]).await;
     assert_eq!(settled.expect("settles").settled, 1);
     assert_eq!(numbers(&stage.read(&lease, 9).await), [3]);
-    tokio::time::sleep(Duration::from_millis(350)).await;
+    tokio::time::sleep(LATER + SHORT).await;
     assert_eq!(numbers(&stage.read(&lease, 9).await), [1, 2, 3]);
 
     // In an unordered queue it is claimed again when it is due, and holds nobody.
@@ -54,7 +54,7 @@ pub async fn a_retry_keeps_its_place_and_holds_its_key<A: StoreAdapter>(stage: S
         .await;
     let first = stage.store.claim(&node, 1).await.expect("claims");
     let retry = Ending::Retry {
-        after: SHORT,
+        after: LATER,
         failed: None,
     };
     let settled = stage
@@ -66,7 +66,7 @@ pub async fn a_retry_keeps_its_place_and_holds_its_key<A: StoreAdapter>(stage: S
         numbers(&stage.store.claim(&node, 9).await.expect("claims")),
         [2]
     );
-    tokio::time::sleep(SHORT * 2).await;
+    tokio::time::sleep(LATER + SHORT).await;
     assert_eq!(
         numbers(&stage.store.claim(&node, 9).await.expect("claims")),
         [1]
