@@ -13,8 +13,8 @@ use laneway::actors::port::MemberId;
 use laneway::actors::{Envelope, ShardCount};
 use laneway::store::postgres::{PostgresConfig, PostgresStore};
 use laneway::store::{
-    NewMessage, Provision, QueueIdentity, QueueOrder, Shard, Store as _, StoreError,
-    TransactionalStore as _, Window,
+    Counts, Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard,
+    Store as _, StoreError, TransactionalStore as _, Window,
 };
 use laneway::testing::conformance::store::StoreAdapter;
 use sqlx::{Connection as _, Executor as _, PgConnection};
@@ -254,4 +254,90 @@ async fn an_error_holds_no_password() {
     assert!(error.is_retryable());
     let shown = format!("{error} {error:?} {:?}", PostgresConfig::at(wrong));
     assert!(!shown.contains("marked"), "{shown}");
+}
+
+/// The server ends every connection of the store, again and again, while it works.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_the_server_ends_cost_retries_and_no_message() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let owner = MemberId::unique();
+    let minute = Duration::from_secs(60);
+    let lease = store.take("q", Shard(0), owner, minute).await;
+    let lease = lease.expect("answers").expect("it is free");
+    let working = std::sync::atomic::AtomicBool::new(true);
+    let work = async {
+        let mut retries = 0;
+        let (mut stored, mut settled) = (0, 0);
+        while stored < 300 || settled < 300 {
+            if stored < 300 {
+                let mut message = message("a", "x");
+                // With an id, so that a repetition after an unknown outcome is recognised.
+                message.envelope.id = Some(format!("m{stored}").as_str().into());
+                match store.enqueue(vec![message]).await {
+                    Ok(enqueued) => {
+                        enqueued.committed();
+                        stored += 1;
+                    }
+                    Err(error) => {
+                        assert!(error.is_retryable(), "{error:?}");
+                        retries += 1;
+                    }
+                }
+            }
+            let done = async {
+                let lost = store.renew(std::slice::from_ref(&lease), minute).await?;
+                assert!(lost.is_empty());
+                let read = store.read(&lease, &Window::of(3)).await?;
+                let endings: Vec<_> = read
+                    .iter()
+                    .map(|message| Settlement {
+                        sequence: message.sequence,
+                        ending: Ending::Handled,
+                    })
+                    .collect();
+                // Each is settled once: after an unknown outcome it may be gone.
+                let _ = store.settle(&lease, &endings).await?;
+                Ok::<_, StoreError>(())
+            };
+            if let Err(error) = done.await {
+                assert!(error.is_retryable(), "{error:?}");
+                retries += 1;
+            }
+            if let Ok(counts) = store.count("q").await {
+                settled = stored - counts.backlog.min(stored);
+            }
+        }
+        working.store(false, std::sync::atomic::Ordering::Relaxed);
+        retries
+    };
+    let cut = async {
+        let mut killer = connection().await;
+        let mut killed = 0_usize;
+        while working.load(std::sync::atomic::Ordering::Relaxed) {
+            // Those of this schema, by their last statement.
+            let ended = sqlx::query(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+                 WHERE query LIKE '%' || $1 || '.%' AND pid <> pg_backend_pid()",
+            )
+            .bind(&postgres.schema)
+            .fetch_all(&mut killer)
+            .await
+            .expect("ends connections");
+            killed += ended.len();
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        killed
+    };
+    let work = tokio::time::timeout(minute, work);
+    let (retries, killed) = futures::join!(work, cut);
+    retries.expect("it ends");
+    assert!(killed > 3, "{killed}");
+    let counts = store.count("q").await.expect("counts");
+    assert_eq!(counts, Counts::default());
+    let pruned = store.prune(Duration::ZERO, 1000).await.expect("prunes");
+    assert_eq!(pruned, 300);
+    store.close().await;
+    postgres.clean_up().await;
 }

@@ -90,6 +90,7 @@ macro_rules! store_conformance_suite {
             settling::a_dead_letter_keeps_the_message_and_its_whole_past
             settling::a_handlers_writes_and_its_mark_commit_together
             settling::an_ended_transaction_is_not_repeated
+            settling::a_copy_that_meets_a_settling_waits_for_its_end
             load::commits_of_one_key_are_never_read_out_of_order
             load::writers_of_many_keys_lose_nothing_and_never_dead_lock
             load::several_calls_dead_lock_only_as_a_retryable_conflict

@@ -222,3 +222,33 @@ pub async fn an_ended_transaction_is_not_repeated<A: StoreAdapter>(stage: Stage<
     transaction.rollback().await.expect("rolls back");
     assert_eq!(stage.count("effects").await, Counts::default());
 }
+
+/// A copy that arrives while the first is being settled is recognised however that ends: it was handled, or it is
+/// still there.
+pub async fn a_copy_that_meets_a_settling_waits_for_its_end<A: StoreAdapter>(stage: Stage<A>) {
+    let lease = stage.ordered("q").await;
+    let copy = message("q", "a", 1);
+    stage.enqueue(vec![copy.clone()]).await;
+    let read = sequences(&stage.read(&lease, 9).await);
+    for commits in [false, true] {
+        let mut transaction = stage.store.begin().await.expect("begins");
+        let settlements = handled(&read);
+        let settled = stage
+            .store
+            .settle_in(&mut transaction, &lease, &settlements);
+        settled.await.expect("settles");
+        let (store, batch) = (stage.store.clone(), vec![copy.clone()]);
+        let enqueuing = tokio::spawn(async move { store.enqueue(batch).await });
+        // Time for an enqueuing that would not wait.
+        tokio::time::sleep(SHORT * 2).await;
+        assert!(!enqueuing.is_finished());
+        if commits {
+            transaction.commit().await.expect("commits");
+        } else {
+            transaction.rollback().await.expect("rolls back");
+        }
+        let enqueued = enqueuing.await.expect("ends").expect("answers");
+        assert_eq!(enqueued.committed(), [crate::store::Placed::Duplicate]);
+        assert_eq!(stage.read(&lease, 9).await.len(), usize::from(!commits));
+    }
+}
