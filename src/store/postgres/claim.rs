@@ -6,7 +6,8 @@
 //!
 //! **Held keys** are filtered before the limit, in the walk along the index, so that they cannot fill a window.
 //! The walk passes over their rows, though: a read costs as many index steps as rows of held keys lie before
-//! what it returns.
+//! what it returns: 100,000 rows of a held key in front cost 90 milliseconds on two slow cores. The lists of held
+//! keys and of sequences to skip are hashed from PostgreSQL 15 on; before, keep them short.
 
 use laneway_actors::OrderingKey;
 use sqlx::postgres::PgRow;

@@ -1,7 +1,7 @@
 //! Connections to PostgreSQL, and the checks of the database behind them.
 //!
-//! Three pools, so that nobody waits for a connection behind somebody less urgent: a heartbeat never behind a
-//! claim, a claim never behind a handler.
+//! Four pools, so that nobody waits for a connection behind somebody less urgent: a heartbeat never behind a take
+//! (which waits for settlings that have begun), neither behind a claim, and a claim never behind a handler.
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -20,7 +20,9 @@ const OLDEST: i32 = 120_000;
 /// The pools of one store.
 #[derive(Debug, Clone)]
 pub(super) struct Pools {
-    /// Taking, renewing, releasing.
+    /// Renewing.
+    pub(super) heartbeats: PgPool,
+    /// Taking, joining, releasing.
     pub(super) leases: PgPool,
     /// Reading, claiming, starting, settling, upkeep.
     pub(super) claims: PgPool,
@@ -44,6 +46,7 @@ impl Pools {
                 .connect_with(options)
         };
         Ok(Self {
+            heartbeats: pool(1, true).await?,
             leases: pool(1, true).await?,
             claims: pool(2, true).await?,
             // Handlers decide themselves how long their statements take.
@@ -52,7 +55,12 @@ impl Pools {
     }
 
     pub(super) async fn close(&self) {
-        futures::join!(self.work.close(), self.claims.close(), self.leases.close());
+        futures::join!(
+            self.work.close(),
+            self.claims.close(),
+            self.leases.close(),
+            self.heartbeats.close()
+        );
     }
 }
 

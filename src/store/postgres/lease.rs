@@ -31,30 +31,15 @@ pub(super) async fn take(
     owner: MemberId,
     ttl: Duration,
 ) -> Result<Option<Epoch>, Fault> {
+    // First without a lock: who waits for a shard asks again and again, and the lock would make the owner's
+    // settlings wait each time.
+    if !is_free(connection, names, (queue, shard), owner, "").await? {
+        return Ok(None);
+    }
     let mut transaction = connection.begin().await?;
-    // `NULL <= …` of a lease without owner is covered by its expiry, which is in the past.
-    let free: Option<bool> = sqlx::query_scalar(&names.fill(
-        "SELECT owner IS NOT DISTINCT FROM $3 OR expires <= clock_timestamp() FROM {t}leases \
-         WHERE queue = $1 AND shard = $2 FOR UPDATE",
-    ))
-    .bind(queue)
-    .bind(shard.0 as i32)
-    .bind(owner.to_string())
-    .fetch_optional(&mut *transaction)
-    .await?;
-    match free {
-        Some(true) => {}
-        Some(false) => {
-            transaction.rollback().await?;
-            return Ok(None);
-        }
-        None => {
-            return Err(StoreError::refused(format!(
-                "the queue has no shard {} to lease",
-                shard.0
-            ))
-            .into());
-        }
+    if !is_free(&mut transaction, names, (queue, shard), owner, "FOR UPDATE").await? {
+        transaction.rollback().await?;
+        return Ok(None);
     }
     let epoch: i64 = sqlx::query_scalar(&names.fill(
         "UPDATE {t}leases SET owner = $3, epoch = epoch + 1, \
@@ -69,6 +54,27 @@ pub(super) async fn take(
     .await?;
     transaction.commit().await?;
     Ok(Some(Epoch(epoch)))
+}
+
+/// Whether the owner may take it now. A lease without owner has an expiry in the past.
+async fn is_free(
+    connection: &mut PgConnection,
+    names: &Names,
+    (queue, shard): (i32, Shard),
+    owner: MemberId,
+    lock: &str,
+) -> Result<bool, Fault> {
+    let text = "SELECT owner IS NOT DISTINCT FROM $3 OR expires <= clock_timestamp() FROM {t}leases \
+         WHERE queue = $1 AND shard = $2 ";
+    let free: Option<bool> = sqlx::query_scalar(&names.fill(&format!("{text}{lock}")))
+        .bind(queue)
+        .bind(shard.0 as i32)
+        .bind(owner.to_string())
+        .fetch_optional(connection)
+        .await?;
+    free.ok_or_else(|| {
+        StoreError::refused(format!("the queue has no shard {} to lease", shard.0)).into()
+    })
 }
 
 pub(super) async fn join(

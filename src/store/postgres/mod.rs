@@ -1,6 +1,6 @@
 //! The store in PostgreSQL, version 12 or later.
 //!
-//! Beside the pools of [`connect`], one connection listens for hints: with the defaults a node uses up to eight
+//! Beside the pools of [`connect`], one connection listens for hints: with the defaults a node uses up to nine
 //! connections. None of them is the application's.
 
 use std::fmt;
@@ -237,7 +237,7 @@ impl Store for PostgresStore {
             for lease in leases {
                 numbered.push((self.known.number(&lease.queue)?, lease.clone()));
             }
-            let mut connection = Guarded::from(&self.pools.leases).await?;
+            let mut connection = Guarded::from(&self.pools.heartbeats).await?;
             let lost = lease::renew(&mut connection, &self.names, &numbered, ttl).await?;
             connection.done();
             Ok(lost)

@@ -2,7 +2,8 @@
 //!
 //! A transaction of a handler, or of the application, that has begun to write makes every other writer wait, the
 //! store's own settling included: transactional handlers run one at a time here, and should be short. Reads and
-//! heartbeats wait for nobody.
+//! heartbeats wait for nobody. Inside such a transaction use `enqueue_in` and `settle_in`: the operations without a
+//! transaction would wait for its end, until their time is up.
 //!
 //! The application's own transactions come from its own connections to the same file. How durable their commits are
 //! is decided by the `synchronous` setting of *those* connections; and one that reads before it writes can be told
