@@ -3,8 +3,12 @@
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use laneway::actors::Envelope;
 use laneway::store::sqlite::{SqliteConfig, SqliteStore};
-use laneway::store::{Provision, Store as _, StoreError};
+use laneway::store::{
+    NewMessage, Provision, QueueIdentity, QueueOrder, Store as _, StoreError,
+    TransactionalStore as _,
+};
 use laneway::testing::conformance::store::StoreAdapter;
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _};
 
@@ -123,4 +127,51 @@ async fn missing_tables_are_refused_by_name_and_can_be_made_by_hand() {
 async fn a_prefix_that_is_no_identifier_is_refused() {
     let refused = SqliteStore::start(Sqlite::new().config().table_prefix("a; --")).await;
     assert!(matches!(refused, Err(StoreError::Refused { .. })));
+}
+
+#[tokio::test]
+async fn a_transaction_of_the_applications_own_connection_enqueues_and_one_with_an_old_snapshot_conflicts()
+ {
+    let sqlite = Sqlite::new();
+    let store = sqlite.open().await;
+    let queue = QueueIdentity {
+        name: "q".into(),
+        order: QueueOrder::Unordered,
+    };
+    store.declare(&[queue]).await.expect("declares");
+    let message = || NewMessage {
+        queue: "q".into(),
+        key: None,
+        envelope: Envelope::default(),
+        due: None,
+    };
+    let mut own = sqlx::sqlite::SqliteConnectOptions::new()
+        .filename(sqlite.folder.path().join("store.db"))
+        .connect()
+        .await
+        .expect("connects");
+    let mut transaction = own.begin().await.expect("begins");
+    (&mut *transaction)
+        .execute("CREATE TABLE orders (number INTEGER)")
+        .await
+        .expect("writes");
+    let enqueued = store.enqueue_in(&mut transaction, vec![message()]).await;
+    transaction.commit().await.expect("commits");
+    enqueued.expect("stores").committed();
+    assert_eq!(store.count("q").await.expect("counts").backlog, 1);
+
+    let mut transaction = own.begin().await.expect("begins");
+    (&mut *transaction)
+        .execute("SELECT * FROM orders")
+        .await
+        .expect("reads");
+    let other = store.enqueue(vec![message()]).await;
+    other.expect("stores").committed();
+    let conflict = store.enqueue_in(&mut transaction, vec![message()]).await;
+    assert!(
+        matches!(conflict, Err(StoreError::Conflict { .. })),
+        "{conflict:?}"
+    );
+    transaction.rollback().await.expect("rolls back");
+    assert_eq!(store.count("q").await.expect("counts").backlog, 2);
 }
