@@ -69,6 +69,7 @@
 //! # Features
 //! - `rabbitmq` (default): the RabbitMQ transport.
 //! - `tls`: `amqps://` for it.
+//! - `sqlite`, `postgres`: the store for durable queues, in the application's own database.
 
 mod bus;
 pub mod docs;
@@ -81,6 +82,8 @@ pub mod prelude;
 mod publish;
 mod routing;
 mod signal;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub mod store;
 pub mod testing;
 pub mod topology;
 pub mod transport;

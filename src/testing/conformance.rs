@@ -35,6 +35,8 @@ use crate::topology::{ParkingSpec, QueueSpec, Topology};
 use crate::transport::{Transport, provenance};
 
 pub mod membership;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub mod store;
 
 /// How long any single step may take before the case fails. Generous: a loaded machine is slow, and
 /// a case that passes never waits this long.

@@ -1,0 +1,161 @@
+//! Connections to PostgreSQL, and the checks of the database behind them.
+//!
+//! Four pools, so that nobody waits for a connection behind somebody less urgent: a heartbeat never behind a take
+//! (which waits for settlings that have begun), neither behind a claim, and a claim never behind a handler.
+
+use std::ops::{Deref, DerefMut};
+use std::time::Duration;
+
+use sqlx::pool::PoolConnection;
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
+use sqlx::{PgPool, Postgres, Row as _};
+
+use super::PostgresConfig;
+use super::fault::Fault;
+use crate::store::{Durability, StoreError};
+
+/// `WITH … AS MATERIALIZED` and identity columns need 12; older versions get no fixes any more either way.
+const OLDEST: i32 = 120_000;
+
+/// The pools of one store.
+#[derive(Debug, Clone)]
+pub(super) struct Pools {
+    /// Renewing.
+    pub(super) heartbeats: PgPool,
+    /// Taking, joining, releasing.
+    pub(super) leases: PgPool,
+    /// Reading, claiming, starting, settling, upkeep.
+    pub(super) claims: PgPool,
+    /// Enqueuing in transactions of the store's own, and transactions for handlers.
+    pub(super) work: PgPool,
+}
+
+impl Pools {
+    pub(super) async fn connect(config: &PostgresConfig) -> Result<Self, Fault> {
+        let options = options(config)?;
+        let pool = |most, bounded| {
+            let options = if bounded {
+                bounded_by(options.clone(), config.timeout)
+            } else {
+                options.clone()
+            };
+            PgPoolOptions::new()
+                .min_connections(0)
+                .max_connections(most)
+                .acquire_timeout(config.timeout)
+                .connect_with(options)
+        };
+        Ok(Self {
+            heartbeats: pool(1, true).await?,
+            leases: pool(1, true).await?,
+            claims: pool(2, true).await?,
+            // Handlers decide themselves how long their statements take.
+            work: pool(config.work_connections, false).await?,
+        })
+    }
+
+    pub(super) async fn close(&self) {
+        futures::join!(
+            self.work.close(),
+            self.claims.close(),
+            self.leases.close(),
+            self.heartbeats.close()
+        );
+    }
+}
+
+pub(super) fn options(config: &PostgresConfig) -> Result<PgConnectOptions, StoreError> {
+    let options: PgConnectOptions = config
+        .url
+        .parse()
+        .map_err(|_| StoreError::refused("the address of the database cannot be understood"))?;
+    Ok(options.application_name("laneway"))
+}
+
+/// The server gives up as we do, so that what we gave up does not go on there and keep its locks.
+fn bounded_by(options: PgConnectOptions, timeout: Duration) -> PgConnectOptions {
+    let millis = timeout.as_millis().max(1).to_string();
+    options.options([
+        ("statement_timeout", millis.as_str()),
+        ("lock_timeout", millis.as_str()),
+        ("idle_in_transaction_session_timeout", millis.as_str()),
+    ])
+}
+
+/// A connection that returns to its pool only when all went well ([`done`](Self::done)). Dropped before, after
+/// an error or because its operation was cancelled or took too long, it is closed: what is under way on it is
+/// unknown, and the next operation should not wait for that.
+pub(super) struct Guarded(Option<PoolConnection<Postgres>>);
+
+impl Guarded {
+    pub(super) async fn from(pool: &PgPool) -> Result<Self, Fault> {
+        Ok(Self(Some(pool.acquire().await?)))
+    }
+
+    pub(super) fn done(mut self) {
+        // Dropping a pool's connection returns it.
+        drop(self.0.take());
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0.take() {
+            // A detached connection closes its socket when it is dropped.
+            drop(connection.detach());
+        }
+    }
+}
+
+impl Deref for Guarded {
+    type Target = PgConnection;
+
+    fn deref(&self) -> &PgConnection {
+        self.0.as_ref().expect("it is there until `done` or `drop`")
+    }
+}
+
+impl DerefMut for Guarded {
+    fn deref_mut(&mut self) -> &mut PgConnection {
+        self.0.as_mut().expect("it is there until `done` or `drop`")
+    }
+}
+
+/// Checks that the server can do what the store needs, and that a commit means what was asked for.
+pub(super) async fn check(
+    connection: &mut PgConnection,
+    durability: Durability,
+) -> Result<(), Fault> {
+    let row = sqlx::query(
+        "SELECT current_setting('server_version_num')::int4, current_setting('synchronous_commit'), \
+         current_setting('fsync'), pg_is_in_recovery()",
+    )
+    .fetch_one(connection)
+    .await?;
+    let (version, commit, fsync, standby): (i32, String, String, bool) = (
+        row.try_get(0)?,
+        row.try_get(1)?,
+        row.try_get(2)?,
+        row.try_get(3)?,
+    );
+    if version < OLDEST {
+        return Err(StoreError::refused(format!(
+            "the PostgreSQL server is of version {}, and 12 or later is needed",
+            version / 10_000
+        ))
+        .into());
+    }
+    if standby {
+        return Err(
+            StoreError::unavailable("the server is a standby and cannot be written").into(),
+        );
+    }
+    if durability == Durability::Full && (commit == "off" || fsync == "off") {
+        return Err(StoreError::refused(format!(
+            "a commit does not wait for the disk (synchronous_commit = {commit}, fsync = {fsync}): change that \
+             for this role or database, or state `Durability::AcceptLossAtPowerFailure`"
+        ))
+        .into());
+    }
+    Ok(())
+}

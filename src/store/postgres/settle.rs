@@ -1,0 +1,169 @@
+//! Starts and ends. Each is one statement for all messages of a kind, behind the fence of the lease.
+
+use sqlx::{PgConnection, Row as _};
+
+use super::fault::Fault;
+use super::lease::{fence, millis};
+use crate::store::columns::write_detail;
+use crate::store::names::Names;
+use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement};
+
+/// A claim in an unordered queue must be the lease's own; a shard's rows have none.
+const OWN: &str = "m.queue = $1 AND m.shard = $2 AND m.claim IS NOT DISTINCT FROM $3";
+
+const START: &str = "UPDATE {t}messages AS m SET attempts = attempts + 1 \
+     WHERE {own} AND m.sequence = ANY($4)";
+
+const REMOVE: &str = "WITH gone AS (DELETE FROM {t}messages AS m WHERE {own} AND m.sequence = ANY($4) \
+     RETURNING m.queue, m.id, m.digest) \
+     INSERT INTO {t}ended (queue, id, digest, ended_at) SELECT queue, id, digest, now() FROM gone \
+     ON CONFLICT (queue, id) DO UPDATE SET digest = excluded.digest, ended_at = excluded.ended_at";
+
+const KEEP: &str = "UPDATE {t}messages AS m SET claim = NULL, past = m.past || k.past, \
+     due_at = CASE WHEN k.millis IS NULL THEN 'infinity' \
+     ELSE clock_timestamp() + k.millis * interval '1 millisecond' END \
+     FROM unnest($4::int8[], $5::int8[], $6::text[]) AS k(sequence, millis, past) \
+     WHERE {own} AND m.sequence = k.sequence";
+
+const BURY: &str = "WITH gone AS (DELETE FROM {t}messages AS m \
+     USING unnest($4::int8[], $5::text[], $6::text[], $7::text[]) AS d(sequence, reason, detail, more) \
+     WHERE {own} AND m.sequence = d.sequence \
+     RETURNING m.queue, m.id, m.shard, m.sequence, m.key, m.key_hash, m.digest, m.attempts, m.message_type, \
+     m.content_type, m.headers, m.correlation_id, m.causation_id, m.sent_at, m.past || d.more AS past, m.body, \
+     d.reason, d.detail), \
+     letters AS (INSERT INTO {t}dead_letters (queue, id, shard, sequence, key, key_hash, digest, attempts, \
+     message_type, content_type, headers, correlation_id, causation_id, sent_at, past, body, reason, detail, \
+     dead_at) SELECT queue, id, shard, sequence, key, key_hash, digest, attempts, message_type, content_type, \
+     headers, correlation_id, causation_id, sent_at, past, body, reason, detail, now() \
+     FROM gone ORDER BY sequence) \
+     INSERT INTO {t}ended (queue, id, digest, ended_at) SELECT queue, id, digest, now() FROM gone \
+     ON CONFLICT (queue, id) DO UPDATE SET digest = excluded.digest, ended_at = excluded.ended_at";
+
+fn claim(lease: &Lease) -> Option<i64> {
+    match lease.scope {
+        Scope::Shard(_) => None,
+        Scope::Shared => Some(lease.epoch.0),
+    }
+}
+
+fn text(names: &Names, text: &str) -> String {
+    names.fill(&text.replace("{own}", OWN))
+}
+
+/// In the transaction of the connection.
+pub(super) async fn start(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    sequences: Vec<i64>,
+) -> Result<(), Fault> {
+    fence(connection, names, queue, lease).await?;
+    sqlx::query(&text(names, START))
+        .bind(queue)
+        .bind(lease.shard().0 as i32)
+        .bind(claim(lease))
+        .bind(sequences)
+        .execute(connection)
+        .await?;
+    Ok(())
+}
+
+/// In the transaction of the connection.
+pub(super) async fn settle(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    settlements: &[Settlement],
+) -> Result<Settled, Fault> {
+    fence(connection, names, queue, lease).await?;
+    let Endings {
+        removed,
+        kept,
+        dead,
+    } = Endings::of(settlements);
+    let shard = lease.shard().0 as i32;
+    let mut settled = 0;
+    if !removed.is_empty() {
+        let done = sqlx::query(&text(names, REMOVE))
+            .bind(queue)
+            .bind(shard)
+            .bind(claim(lease))
+            .bind(removed)
+            .execute(&mut *connection)
+            .await?;
+        settled += done.rows_affected();
+    }
+    if !kept.is_empty() {
+        let due = |after: &Option<_>| after.map(millis);
+        let done = sqlx::query(&text(names, KEEP))
+            .bind(queue)
+            .bind(shard)
+            .bind(claim(lease))
+            .bind(kept.iter().map(|(s, _, _)| *s).collect::<Vec<_>>())
+            .bind(
+                kept.iter()
+                    .map(|(_, after, _)| due(after))
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                kept.iter()
+                    .map(|(_, _, past)| past.as_str())
+                    .collect::<Vec<_>>(),
+            )
+            .execute(&mut *connection)
+            .await?;
+        settled += done.rows_affected();
+    }
+    if !dead.is_empty() {
+        let done = sqlx::query(&text(names, BURY))
+            .bind(queue)
+            .bind(shard)
+            .bind(claim(lease))
+            .bind(dead.iter().map(|(s, ..)| *s).collect::<Vec<_>>())
+            .bind(
+                dead.iter()
+                    .map(|(_, reason, ..)| reason.text())
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                dead.iter()
+                    .map(|(_, _, detail, _)| write_detail(detail))
+                    .collect::<Vec<_>>(),
+            )
+            .bind(
+                dead.iter()
+                    .map(|(.., past)| past.as_str())
+                    .collect::<Vec<_>>(),
+            )
+            .execute(connection)
+            .await?;
+        settled += done.rows_affected();
+    }
+    Ok(Settled::of(settled as usize, settlements))
+}
+
+/// Waits for a settling whose commit may still be under way: its row is locked until that has ended.
+pub(super) async fn unsettled(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    sequences: Vec<i64>,
+) -> Result<Vec<Sequence>, Fault> {
+    let rows = sqlx::query(&names.fill(
+        "SELECT sequence FROM {t}messages \
+         WHERE queue = $1 AND shard = $2 AND sequence = ANY($3) ORDER BY sequence FOR UPDATE",
+    ))
+    .bind(queue)
+    .bind(lease.shard().0 as i32)
+    .bind(sequences)
+    .fetch_all(connection)
+    .await?;
+    let mut left = Vec::with_capacity(rows.len());
+    for row in rows {
+        left.push(Sequence(row.try_get(0)?));
+    }
+    Ok(left)
+}

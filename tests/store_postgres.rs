@@ -1,0 +1,343 @@
+//! PostgreSQL keeps the promises of the store, and those among several nodes.
+//!
+//! Needs a server: `LANEWAY_POSTGRES_URL`, or by default the database `test` on this machine. Each test has a schema
+//! of its own.
+#![cfg(feature = "postgres")]
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use laneway::actors::port::MemberId;
+use laneway::actors::{Envelope, ShardCount};
+use laneway::store::postgres::{PostgresConfig, PostgresStore};
+use laneway::store::{
+    Counts, Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard,
+    Store as _, StoreError, TransactionalStore as _, Window,
+};
+use laneway::testing::conformance::store::StoreAdapter;
+use sqlx::{Connection as _, Executor as _, PgConnection};
+
+fn url() -> String {
+    std::env::var("LANEWAY_POSTGRES_URL")
+        .unwrap_or_else(|_| "postgres://postgres@127.0.0.1:5432/test".to_owned())
+}
+
+async fn connection() -> PgConnection {
+    let connection = PgConnection::connect(&url()).await;
+    connection.expect("a PostgreSQL server; see LANEWAY_POSTGRES_URL")
+}
+
+struct Postgres {
+    schema: String,
+}
+
+impl Postgres {
+    fn new() -> Self {
+        Self {
+            schema: format!("laneway_{:016x}", fastrand::u64(..)),
+        }
+    }
+
+    fn config(&self) -> PostgresConfig {
+        PostgresConfig::at(url())
+            .schema(&self.schema)
+            .work_connections(NonZeroU32::new(16).expect("not zero"))
+            .timeout(Duration::from_secs(10))
+    }
+}
+
+impl StoreAdapter for Postgres {
+    type Store = PostgresStore;
+
+    fn open(&self) -> BoxFuture<'_, PostgresStore> {
+        async move { PostgresStore::start(self.config()).await.expect("starts") }.boxed()
+    }
+
+    fn break_headers<'a>(&'a self, table: &'a str, id: &'a str) -> BoxFuture<'a, ()> {
+        async move {
+            let mut connection = connection().await;
+            let table = format!("{}.{table}", self.schema);
+            sqlx::query(&format!("UPDATE {table} SET headers = '{{' WHERE id = $1"))
+                .bind(id)
+                .execute(&mut connection)
+                .await
+                .expect("breaks");
+        }
+        .boxed()
+    }
+
+    fn clean_up(&self) -> BoxFuture<'_, ()> {
+        async move {
+            let drop = format!("DROP SCHEMA IF EXISTS {} CASCADE", self.schema);
+            let mut connection = connection().await;
+            let dropped = connection.execute(&*drop).await;
+            dropped.expect("drops the schema");
+        }
+        .boxed()
+    }
+}
+
+async fn postgres() -> impl StoreAdapter {
+    Postgres::new()
+}
+
+laneway::store_conformance_suite!(postgres);
+
+fn queue() -> [QueueIdentity; 1] {
+    let one = ShardCount::new(1).expect("allowed");
+    [QueueIdentity {
+        name: "q".into(),
+        order: QueueOrder::Ordered(one),
+    }]
+}
+
+fn message(key: &str, body: &'static str) -> NewMessage {
+    NewMessage {
+        queue: "q".into(),
+        key: Some(key.into()),
+        envelope: Envelope {
+            body: body.into(),
+            ..Envelope::default()
+        },
+        due: None,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn eight_starters_at_once_migrate_once() {
+    let postgres = Postgres::new();
+    let few = NonZeroU32::new(1).expect("not zero");
+    let starts = (0..8).map(|_| PostgresStore::start(postgres.config().work_connections(few)));
+    let started = futures::future::join_all(starts).await;
+    for store in started {
+        let store = store.expect("starts");
+        store.declare(&queue()).await.expect("declares");
+        store.close().await;
+    }
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn missing_tables_are_refused_by_name_and_can_be_made_by_hand() {
+    let postgres = Postgres::new();
+    let check = || postgres.config().provision(Provision::Check);
+    let Err(StoreError::Refused { what }) = PostgresStore::start(check()).await else {
+        panic!("there is no schema yet");
+    };
+    assert!(what.contains("migration 1 (queues)"), "{what}");
+    let migrations = check().migrations().expect("plain names");
+    let made = connection().await.execute(&*migrations).await;
+    made.expect("the text is complete");
+    PostgresStore::start(check())
+        .await
+        .expect("all is there")
+        .close()
+        .await;
+    postgres.open().await.close().await;
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn a_commit_that_does_not_wait_for_the_disk_is_refused_unless_stated() {
+    use laneway::store::Durability;
+    let postgres = Postgres::new();
+    let separator = if url().contains('?') { '&' } else { '?' };
+    let weak = || {
+        let url = format!("{}{separator}options=-c%20synchronous_commit%3Doff", url());
+        PostgresConfig::at(url).schema(&postgres.schema)
+    };
+    let Err(StoreError::Refused { what }) = PostgresStore::start(weak()).await else {
+        panic!("commits do not wait");
+    };
+    assert!(what.contains("synchronous_commit = off"), "{what}");
+    let stated = weak().durability(Durability::AcceptLossAtPowerFailure);
+    PostgresStore::start(stated)
+        .await
+        .expect("stated")
+        .close()
+        .await;
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn an_open_transaction_of_one_key_does_not_hide_what_comes_later_of_another() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let lease = store
+        .take("q", Shard(0), MemberId::unique(), Duration::from_secs(60))
+        .await;
+    let lease = lease.expect("answers").expect("it is free");
+    let mut open = store.begin().await.expect("begins");
+    let early = store
+        .enqueue_in(&mut open, vec![message("a", "early")])
+        .await;
+    let later = store.enqueue(vec![message("b", "later")]).await;
+    later.expect("stores").committed();
+    let bodies = async || {
+        let read = store.read(&lease, &Window::of(9)).await.expect("reads");
+        read.into_iter()
+            .map(|m| m.envelope.body)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(bodies().await, ["later"]);
+    open.commit().await.expect("commits");
+    early.expect("stores").committed();
+    // It is read although its place is below one that was read before.
+    assert_eq!(bodies().await, ["early", "later"]);
+    store.close().await;
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn an_older_snapshot_is_refused() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let mut transaction = store.begin().await.expect("begins");
+    (&mut *transaction)
+        .execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        .await
+        .expect("sets");
+    let refused = store
+        .enqueue_in(&mut transaction, vec![message("a", "x")])
+        .await;
+    let Err(StoreError::Refused { what }) = refused else {
+        panic!("{refused:?}");
+    };
+    assert!(what.contains("READ COMMITTED"), "{what}");
+    drop(transaction);
+    store.close().await;
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn another_node_hears_of_a_commit() {
+    let postgres = Postgres::new();
+    let (here, there) = (postgres.open().await, postgres.open().await);
+    for store in [&here, &there] {
+        store.declare(&queue()).await.expect("declares");
+    }
+    let mut hints = there.watch("q");
+    // The listener starts in the background: until it listens, hints are lost, as they may be.
+    let hint = async {
+        let heard = hints.next();
+        tokio::pin!(heard);
+        loop {
+            here.enqueue(vec![message("a", "x")])
+                .await
+                .expect("stores")
+                .committed();
+            if tokio::time::timeout(Duration::from_millis(50), &mut heard)
+                .await
+                .is_ok()
+            {
+                return;
+            }
+        }
+    };
+    let hint = tokio::time::timeout(Duration::from_secs(20), hint).await;
+    hint.expect("a hint");
+    here.close().await;
+    there.close().await;
+    postgres.clean_up().await;
+}
+
+#[tokio::test]
+async fn an_error_holds_no_password() {
+    let wrong = "postgres://somebody:marked-secret@127.0.0.1:1/none";
+    let error =
+        PostgresStore::start(PostgresConfig::at(wrong).timeout(Duration::from_secs(1))).await;
+    let error = error.expect_err("nobody listens there");
+    assert!(error.is_retryable());
+    let shown = format!("{error} {error:?} {:?}", PostgresConfig::at(wrong));
+    assert!(!shown.contains("marked"), "{shown}");
+}
+
+/// The server ends every connection of the store, again and again, while it works.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_the_server_ends_cost_retries_and_no_message() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let owner = MemberId::unique();
+    let minute = Duration::from_secs(60);
+    let lease = store.take("q", Shard(0), owner, minute).await;
+    let lease = lease.expect("answers").expect("it is free");
+    let working = std::sync::atomic::AtomicBool::new(true);
+    let work = async {
+        let mut retries = 0;
+        let (mut stored, mut settled) = (0, 0);
+        while stored < 300 || settled < 300 {
+            if stored < 300 {
+                let mut message = message("a", "x");
+                // With an id, so that a repetition after an unknown outcome is recognised.
+                message.envelope.id = Some(format!("m{stored}").as_str().into());
+                match store.enqueue(vec![message]).await {
+                    Ok(enqueued) => {
+                        enqueued.committed();
+                        stored += 1;
+                    }
+                    Err(error) => {
+                        assert!(error.is_retryable(), "{error:?}");
+                        retries += 1;
+                    }
+                }
+            }
+            let done = async {
+                let lost = store.renew(std::slice::from_ref(&lease), minute).await?;
+                assert!(lost.is_empty());
+                let read = store.read(&lease, &Window::of(3)).await?;
+                let endings: Vec<_> = read
+                    .iter()
+                    .map(|message| Settlement {
+                        sequence: message.sequence,
+                        ending: Ending::Handled,
+                    })
+                    .collect();
+                // Each is settled once: after an unknown outcome it may be gone.
+                let _ = store.settle(&lease, &endings).await?;
+                Ok::<_, StoreError>(())
+            };
+            if let Err(error) = done.await {
+                assert!(error.is_retryable(), "{error:?}");
+                retries += 1;
+            }
+            if let Ok(counts) = store.count("q").await {
+                settled = stored - counts.backlog.min(stored);
+            }
+        }
+        working.store(false, std::sync::atomic::Ordering::Relaxed);
+        retries
+    };
+    let cut = async {
+        let mut killer = connection().await;
+        let mut killed = 0_usize;
+        while working.load(std::sync::atomic::Ordering::Relaxed) {
+            // Those of this schema, by their last statement.
+            let ended = sqlx::query(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+                 WHERE query LIKE '%' || $1 || '.%' AND pid <> pg_backend_pid()",
+            )
+            .bind(&postgres.schema)
+            .fetch_all(&mut killer)
+            .await
+            .expect("ends connections");
+            killed += ended.len();
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        killed
+    };
+    let work = tokio::time::timeout(minute, work);
+    let (retries, killed) = futures::join!(work, cut);
+    retries.expect("it ends");
+    assert!(killed > 3, "{killed}");
+    let counts = store.count("q").await.expect("counts");
+    assert_eq!(counts, Counts::default());
+    let pruned = store.prune(Duration::ZERO, 1000).await.expect("prunes");
+    assert_eq!(pruned, 300);
+    store.close().await;
+    postgres.clean_up().await;
+}
