@@ -10,10 +10,14 @@
 #   LANEWAY_AMQP_URL         the broker to use if it answers
 #                            (default amqp://guest:guest@127.0.0.1:5672)
 #   LANEWAY_RABBITMQ_IMAGE   the image for a container engine (default rabbitmq:4)
+#   LANEWAY_POSTGRES_URL     the PostgreSQL to use if something answers there
+#                            (default postgres://postgres@127.0.0.1:5432/test)
 #
 # If no broker answers, a private one is started: from the program rabbitmq-server, which is
 # installed first where that is possible (Debian, as root), else in a container (docker, podman).
 # Tests that kill or restart a broker start one themselves and need the program rabbitmq-server.
+# If no PostgreSQL answers, a private one is started from the server's programs, which are installed
+# first where that is possible.
 # Nothing is skipped: what is missing is named, and the exit status is not zero. Every step runs
 # even if an earlier one failed, so that one run shows all there is to repair.
 set -euo pipefail
@@ -68,12 +72,15 @@ examples=(
 
 # ---- Cleaning up ----------------------------------------------------------------------------
 scratch=$(mktemp -d)
-server_pid='' epmd_port='' container='' engine='' policy=''
+server_pid='' epmd_port='' container='' engine='' policy='' postgres_stop=()
 
 clean_up() {
     trap '' INT TERM
     if [[ -n $server_pid ]] && kill -TERM "$server_pid" 2>/dev/null; then
         wait "$server_pid" || true
+    fi
+    if ((${#postgres_stop[@]} > 0)); then
+        "${postgres_stop[@]}" >/dev/null 2>&1 || true
     fi
     # The port mapper is started by Erlang itself and would stay.
     if [[ -n $epmd_port ]]; then
@@ -287,6 +294,65 @@ find_broker() {
     fi
 }
 
+# ---- The database ---------------------------------------------------------------------------
+postgres_answers() {
+    local pattern='^postgres(ql)?://([^@/]*@)?(\[[^]]+\]|[^:/?]+)(:([0-9]+))?([/?].*)?$'
+    [[ $LANEWAY_POSTGRES_URL =~ $pattern ]] ||
+        die "LANEWAY_POSTGRES_URL is no postgres:// address with a host"
+    local host=${BASH_REMATCH[3]} port=${BASH_REMATCH[5]:-5432}
+    host=${host#[} host=${host%]}
+    # shellcheck disable=SC2016  # the inner shell expands them
+    timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$host" "$port" 2>/dev/null || return 1
+    say "database: something answers at $host:$port, and is taken for PostgreSQL"
+}
+
+# The folder of the server's programs, the newest version last.
+postgres_programs() {
+    local folder found=''
+    for folder in /usr/lib/postgresql/*/bin /usr/local/pgsql/bin /usr/local/bin /usr/bin; do
+        if [[ -x $folder/initdb && -x $folder/pg_ctl ]]; then
+            found=$folder
+            [[ $folder != /usr/lib/postgresql/* ]] && break
+        fi
+    done
+    [[ -n $found ]] && printf '%s\n' "$found"
+}
+
+find_postgres() {
+    export LANEWAY_POSTGRES_URL=${LANEWAY_POSTGRES_URL:-postgres://postgres@127.0.0.1:5432/test}
+    postgres_answers && return
+    say "no PostgreSQL answers at the address of LANEWAY_POSTGRES_URL: starting a private one"
+    local programs port data=$scratch/postgres as=()
+    if ! programs=$(postgres_programs) && may_install; then
+        install postgresql || true
+        programs=$(postgres_programs || true)
+    fi
+    if [[ -z $programs ]]; then
+        say "warning: PostgreSQL is missing and cannot be installed here (that takes Debian and root):" \
+            "its tests will FAIL. Set LANEWAY_POSTGRES_URL, or install postgresql."
+        return
+    fi
+    mkdir -p "$data"
+    # The server refuses to run as root.
+    if [[ $(id -u) == 0 ]]; then
+        chown postgres "$data"
+        chmod 755 "$scratch"
+        as=(runuser -u postgres --)
+    fi
+    port=$(free_port)
+    if "${as[@]}" "$programs/initdb" -D "$data/data" -A trust -U postgres >"$scratch/initdb.log" 2>&1 &&
+        "${as[@]}" "$programs/pg_ctl" -D "$data/data" -l "$data/log" -w start \
+            -o "-p $port -k $data -c listen_addresses=127.0.0.1 -c max_connections=200" \
+            >"$scratch/pg_ctl.log" 2>&1; then
+        postgres_stop=("${as[@]}" "$programs/pg_ctl" -D "$data/data" -m immediate stop)
+        export LANEWAY_POSTGRES_URL=postgres://postgres@127.0.0.1:$port/postgres
+        say "database: PostgreSQL at 127.0.0.1:$port, started for this run ($programs)"
+    else
+        tail -n 5 "$scratch/initdb.log" "$scratch/pg_ctl.log" >&2 || true
+        say "warning: a private PostgreSQL could not be started: its tests will FAIL"
+    fi
+}
+
 # ---- The steps ------------------------------------------------------------------------------
 failed=()
 step() {
@@ -335,15 +401,22 @@ die_unlisted() {
 
 find_tools
 find_broker
+find_postgres
 
 step 'formatting' cargo fmt --all --check
 step 'clippy' cargo clippy --locked --workspace --all-targets -- -D warnings
 step 'clippy without the default features' \
     cargo clippy --locked --package laneway --no-default-features -- -D warnings
 step 'clippy with TLS' cargo clippy --locked --package laneway --features tls -- -D warnings
+for store in sqlite postgres; do
+    step "clippy with the store $store alone" cargo clippy --locked --package laneway \
+        --no-default-features --features "$store" --lib --tests -- -D warnings
+done
 step 'documentation' \
     env RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
 step 'tests' cargo test --locked --workspace --no-fail-fast
+step 'tests of the stores' cargo test --locked --package laneway --no-fail-fast \
+    --no-default-features --features sqlite,postgres --lib --test store_sqlite --test store_postgres
 step 'examples build' cargo build --locked --release --package laneway --examples
 run_examples
 step 'cost of a message' count_costs
