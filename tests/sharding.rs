@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use laneway::prelude::*;
 use laneway::testing::OrderLedger;
-use laneway::{EndpointBuilder, EndpointSnapshot, EventKind, Shards};
+use laneway::{EndpointBuilder, EndpointSnapshot, EventKind, Shards, Topology};
 
 #[path = "support/orders.rs"]
 mod support;
@@ -142,4 +142,68 @@ async fn more_instances_than_shards_leave_some_of_them_ready_and_idle() {
     let figures = ledger.figures().expect("in memory");
     figures.assert_ordered();
     assert_eq!((figures.handled, figures.duplicates), (500, 0));
+}
+
+/// Queues behind a consistent-hash exchange, with a single active consumer each.
+fn hashed(queues: &'static [&'static str]) -> impl FnOnce(Topology) -> Topology {
+    move |t| {
+        let t = t.consistent_hash_exchange(ORDERS, |x| {
+            let x = x.hash_header(KEY_HEADER);
+            queues.iter().fold(x, |x, queue| x.queue(queue, 1))
+        });
+        queues.iter().fold(t, |t, queue| {
+            t.queue(queue, |q| {
+                q.durable()
+                    .single_active_consumer()
+                    .parking("dlx", "parked")
+            })
+        })
+    }
+}
+
+fn hash_publisher(broker: &MemoryBroker, queues: &'static [&'static str]) -> laneway::BusBuilder {
+    Bus::builder()
+        .memory(broker.clone())
+        .topology(hashed(queues))
+        .publishes::<Numbered>(|r| r.to_queue(ORDERS).keyed_by(|m| m.key.clone()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_changed_map_of_a_consistent_hash_exchange_is_reported_once_and_counted() {
+    let broker = MemoryBroker::new();
+    let ledger = OrderLedger::in_memory();
+    let handler = Scripted::succeeding(&ledger, Duration::ZERO);
+    let builder = Bus::builder()
+        .memory(broker.clone())
+        .topology(hashed(&["a", "b"]))
+        .endpoint(ORDERS, |e| {
+            e.ordered_by_header(KEY_HEADER)
+                .transport_affinity(TransportAffinity::ConsistentHash)
+                .handler(handler)
+        });
+    let consumer = started(builder).await;
+    shares(&[&consumer], &[2]).await;
+    let seen = Seen::of(&consumer);
+    let changed = |kind: &EventKind| matches!(kind, EventKind::MappingChanged { .. });
+
+    let same = started(hash_publisher(&broker, &["a", "b"])).await;
+    publish(&same, &ledger, 0..100).await;
+    for queue in ["a", "b"] {
+        within("an empty queue", broker.wait_empty(queue)).await;
+    }
+    assert_eq!(seen.count(changed), 0);
+    assert_eq!(snapshot(&consumer).await.mapping_changes, 0);
+
+    let grown = started(hash_publisher(&broker, &["a", "b", "c"])).await;
+    publish(&grown, &ledger, 100..200).await;
+    for queue in ["a", "b"] {
+        within("an empty queue", broker.wait_empty(queue)).await;
+    }
+    assert_eq!(seen.count(changed), 1);
+    let counted = snapshot(&consumer).await.mapping_changes;
+    // What went to the new queue was not seen here.
+    assert!((1..100).contains(&counted), "{counted}");
+    for bus in [&consumer, &same, &grown] {
+        stop(bus).await;
+    }
 }
