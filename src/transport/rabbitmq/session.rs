@@ -513,7 +513,10 @@ impl Deliveries {
                     batch.push(self.reader.read(delivery));
                 }
                 Poll::Ready(Some(Err(why))) => {
-                    shared.lose(channel_lost(&why));
+                    let cause = channel_lost(&why);
+                    shared.lose(cause.clone());
+                    // Whoever noticed before knows no more than that the channel is closed.
+                    shared.lock_life().cause = Some(cause);
                     return Poll::Ready(Vec::new());
                 }
                 Poll::Ready(None) => {
@@ -540,6 +543,19 @@ impl Deliveries {
     }
 }
 
+/// What the broker said when it closed the channel, if it did. Whoever noticed first, an acknowledgement or a
+/// probe, perhaps knows only that the channel is closed; the reason comes to the consumer, behind the
+/// deliveries in its buffer (FACTS 4), none of which can be settled any more.
+fn why_it_ended(consumer: &mut Consumer, context: &mut Context<'_>) -> Option<String> {
+    loop {
+        match consumer.poll_next_unpin(context) {
+            Poll::Ready(Some(Ok(_))) => {}
+            Poll::Ready(Some(Err(why))) => return Some(channel_lost(&why)),
+            Poll::Ready(None) | Poll::Pending => return None,
+        }
+    }
+}
+
 impl Stream for Deliveries {
     type Item = Result<Vec<Delivery>, SourceError>;
 
@@ -551,12 +567,14 @@ impl Stream for Deliveries {
         loop {
             if this.ended.poll_unpin(context).is_ready() {
                 this.finished = true;
+                let why = why_it_ended(&mut this.consumer, context);
                 let shared = &this.owner.0;
                 let life = shared.lock_life();
-                let cause = match &life.cause {
+                let cause = match (why, &life.cause) {
                     _ if life.closing => return Poll::Ready(None),
-                    Some(cause) => cause.as_str(),
-                    None => "it was ended by its owner",
+                    (Some(why), _) => why,
+                    (None, Some(cause)) => cause.clone(),
+                    (None, None) => "it was ended by its owner".to_owned(),
                 };
                 let what = format!("queue `{}`: the session was lost: {cause}", shared.queue);
                 return Poll::Ready(Some(Err(unavailable(what, None))));
