@@ -32,9 +32,7 @@ Exit status 0 if the guarantee held, else 1:
   lost, inversions    none, and nothing left in the queues
   overlaps            none; with kill, close and broker not more than --concurrency for each disturbance
   duplicates          none; with kill, close and broker not more than max_in_flight for each disturbance
-  subscriptions       10 s after the last disturbance they differ by one at most between instances. Not
-                      judged with broker, only shown: nobody joined or left then, and instances that could
-                      not connect for a while try again after up to 10 s, each for itself
+  subscriptions       10 s after the last disturbance they differ by one at most between instances
 With --affinity local order is kept within one instance. With several, none is promised: the summary
 shows what became of it and why, and the exit status is 0 as long as nothing is lost.
 

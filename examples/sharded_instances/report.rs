@@ -106,7 +106,7 @@ impl Report {
         object.lost == 0
             && (in_order || !self.promises_order())
             && object.duplicates <= duplicates
-            && (even || self.chaos == Chaos::Broker)
+            && even
             && self.trouble.is_none()
     }
 
