@@ -115,7 +115,10 @@ async fn run(amqp: Option<String>) -> Result<(), Box<dyn std::error::Error>> {
     };
     ConfigActor
         .start()
-        .send(VerifyWorld { sources })
+        .send(VerifyWorld {
+            sources,
+            memberships: Vec::new(),
+        })
         .await?
         .map_err(listed)?;
     let endpoint = EndpointSupervisor::start(spec).map_err(listed)?;

@@ -109,7 +109,15 @@ async fn boot(
             sources.map(|source| (name.clone(), Arc::clone(source)))
         })
         .collect::<Vec<(String, Arc<dyn Source>)>>();
-    match ConfigActor.start().send(VerifyWorld { sources }).await {
+    let memberships = specs.iter().filter_map(|spec| {
+        let membership = Arc::clone(spec.membership.as_ref()?);
+        Some((spec.settings.name.clone(), membership))
+    });
+    let world = VerifyWorld {
+        sources,
+        memberships: memberships.collect(),
+    };
+    match ConfigActor.start().send(world).await {
         Ok(verified) => verified?,
         Err(error) => {
             return Err(vec![Problem::new("", "boot", error.to_string())]);

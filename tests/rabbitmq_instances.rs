@@ -15,8 +15,10 @@ mod orders;
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
+use lapin::ExchangeKind;
 use orders::{started, stop, within};
 use support::broker::{shared_url, unique};
+use support::foreign::Foreign;
 use workload::{KEY_HEADER, Numbered, Scripted};
 
 const SHARDS: u32 = 4;
@@ -200,4 +202,49 @@ async fn instances_that_share_classic_shards_come_and_go_in_order_and_without_du
 #[tokio::test(flavor = "multi_thread")]
 async fn instances_that_share_quorum_shards_come_and_go_in_order_and_without_duplicates() {
     started_and_stopped_in_random_order(TransportAffinity::Sharded, QueueType::Quorum).await;
+}
+
+/// It would start, and never take a shard.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_instance_that_cannot_join_its_group_is_refused_at_start() {
+    let program = Program {
+        queue: unique("no-group"),
+        queue_type: QueueType::Classic,
+        affinity: TransportAffinity::Sharded,
+        ledger: OrderLedger::in_memory(),
+    };
+    let group = format!("{}.members", program.queue);
+    let foreign = Foreign::connect(&shared_url()).await;
+    // Somebody has an exchange of another kind there.
+    let declaring = foreign.channel().await;
+    let (options, arguments) = Default::default();
+    declaring
+        .exchange_declare(
+            group.as_str().into(),
+            ExchangeKind::Direct,
+            options,
+            arguments,
+        )
+        .await
+        .expect("declared");
+    let handler = Scripted::succeeding(&program.ledger, Duration::ZERO);
+    let ready = Bus::builder()
+        .rabbitmq(RabbitMq::at(shared_url()))
+        .topology(program.topology())
+        .endpoint(&program.queue, |e| {
+            e.ordered_by_header(KEY_HEADER)
+                .transport_affinity(program.affinity)
+                .handler(handler)
+        })
+        .build()
+        .expect("valid");
+    let refused = within("the refusal", ready.start()).await.err();
+    let shown = refused.expect("it cannot join").to_string();
+    for part in [&*program.queue, &*group, "topology"] {
+        assert!(shown.contains(part), "{part:?} in {shown}");
+    }
+    foreign.delete_exchange(&group).await;
+    let broker = RabbitMq::at(shared_url());
+    let topology = program.topology()(Topology::default());
+    broker.delete(&topology).await.expect("deleted");
 }

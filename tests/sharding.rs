@@ -11,10 +11,18 @@ use laneway::{EndpointBuilder, EndpointSnapshot, EventKind, Shards, Topology};
 mod support;
 #[path = "support/workload.rs"]
 mod workload;
-use support::{ORDERS, Seen, snapshot, started, stop, within};
+use support::{Gate, ORDERS, Seen, envelope, handled, put, snapshot, started, stop, within};
 use workload::{KEY_HEADER, Numbered, Scripted};
 
 const SHARDS: u32 = 8;
+
+/// A bus that knows the sharded queue.
+fn sharded(broker: &MemoryBroker) -> laneway::BusBuilder {
+    Bus::builder().memory(broker.clone()).topology(|t| {
+        let shards = Shards::mapped_by_publisher(SHARDS, KEY_HEADER);
+        t.sharded_queue(ORDERS, shards, |q| q.durable().parking("dlx", "parked"))
+    })
+}
 
 /// An instance of a program whose endpoint shares 8 shards with the others on the same broker.
 async fn instance(
@@ -23,15 +31,7 @@ async fn instance(
     describe: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
 ) -> Bus {
     let handler = Scripted::succeeding(ledger, Duration::from_millis(1));
-    let builder = Bus::builder()
-        .memory(broker.clone())
-        .topology(|t| {
-            t.sharded_queue(
-                ORDERS,
-                Shards::mapped_by_publisher(SHARDS, KEY_HEADER),
-                |q| q.durable().parking("dlx", "parked"),
-            )
-        })
+    let builder = sharded(broker)
         .endpoint(ORDERS, |e| {
             describe(
                 e.ordered_by_header(KEY_HEADER)
@@ -142,6 +142,49 @@ async fn more_instances_than_shards_leave_some_of_them_ready_and_idle() {
     let figures = ledger.figures().expect("in memory");
     figures.assert_ordered();
     assert_eq!((figures.handled, figures.duplicates), (500, 0));
+}
+
+/// The memory of finished messages is for the session that follows, not for what another instance leaves.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_was_given_a_used_id_runs_although_its_shard_was_elsewhere_meanwhile() {
+    let broker = MemoryBroker::new();
+    let ledger = OrderLedger::in_memory();
+    let first = instance(&broker, &ledger, |e| e).await;
+    shares(&[&first], &[8]).await;
+    let fixed = |shard: usize| {
+        let mut envelope = envelope("key", 1);
+        envelope.id = Some(format!("used-{shard}").as_str().into());
+        envelope
+    };
+    let queue = |shard: usize| format!("{ORDERS}-{shard:03}");
+    for shard in 0..8 {
+        put(&broker, &queue(shard), fixed(shard)).await;
+    }
+    handled(&first, 8).await;
+    let stuck = Gate::closed();
+    let held = stuck.clone();
+    let builder = sharded(&broker).endpoint(ORDERS, |e| {
+        e.ordered_by_header(KEY_HEADER)
+            .transport_affinity(TransportAffinity::Sharded)
+            .handler(move |_: Numbered, _: Context| {
+                let held = held.clone();
+                async move {
+                    held.pass().await;
+                    Ok(())
+                }
+            })
+    });
+    let second = started(builder).await;
+    shares(&[&first, &second], &[4, 4]).await;
+    let state = snapshot(&second).await;
+    let moved = state.shards.iter().position(|shard| shard.subscribed);
+    let moved = moved.expect("it has four");
+    put(&broker, &queue(moved), fixed(moved)).await;
+    stuck.until_waiting(1).await;
+    // Like a crash: the message comes back, marked as redelivered.
+    drop(second);
+    handled(&first, 9).await;
+    stop(&first).await;
 }
 
 /// Queues behind a consistent-hash exchange, with a single active consumer each.

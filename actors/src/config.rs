@@ -15,7 +15,7 @@ use actix::{Actor, Context, Handler, Message, ResponseFuture};
 use crate::key::LaneCount;
 use crate::lane::machine::PoisonPlan;
 use crate::policy::{Backoff, Policy};
-use crate::port::{Source, SourceError};
+use crate::port::{Membership, Source, SourceError};
 use crate::restart::Intensity;
 use crate::rules::FailureRules;
 
@@ -381,6 +381,9 @@ impl Actor for ConfigActor {
 pub struct VerifyWorld {
     /// The endpoints' names and sources.
     pub sources: Vec<(String, Arc<dyn Source>)>,
+    /// The endpoints' names and groups, of those that share their sources out among instances. Each is joined
+    /// once and left again: an endpoint that may not join its group would start, and never take a shard.
+    pub memberships: Vec<(String, Arc<dyn Membership>)>,
 }
 
 impl Handler<VerifyWorld> for ConfigActor {
@@ -399,14 +402,12 @@ impl Handler<VerifyWorld> for ConfigActor {
             // One after the other: queues are declared in the order in which they are named.
             for (endpoint, source) in &world.sources {
                 for error in source.verify().await.err().into_iter().flatten() {
-                    let setting = match &error {
-                        SourceError::Unavailable { .. } => "connection",
-                        SourceError::Refused { .. } => "topology",
-                    };
-                    let problem = Problem::new(endpoint, setting, error.to_string());
-                    if !problems.contains(&problem) {
-                        problems.push(problem);
-                    }
+                    add(&mut problems, endpoint, &error);
+                }
+            }
+            for (endpoint, membership) in &world.memberships {
+                if let Err(error) = membership.join().await {
+                    add(&mut problems, endpoint, &error);
                 }
             }
             if problems.is_empty() {
@@ -415,6 +416,18 @@ impl Handler<VerifyWorld> for ConfigActor {
                 Err(problems)
             }
         })
+    }
+}
+
+/// Adds what an endpoint's world answered, once.
+fn add(problems: &mut Vec<Problem>, endpoint: &str, error: &SourceError) {
+    let setting = match error {
+        SourceError::Unavailable { .. } => "connection",
+        SourceError::Refused { .. } => "topology",
+    };
+    let problem = Problem::new(endpoint, setting, error.to_string());
+    if !problems.contains(&problem) {
+        problems.push(problem);
     }
 }
 

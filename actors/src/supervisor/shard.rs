@@ -565,7 +565,13 @@ impl EndpointSupervisor {
         let shard = &mut self.shards[number];
         shard.giving = None;
         shard.failures = 0;
-        shard.finished.session_ended();
+        if shard.wanted {
+            shard.finished.session_ended();
+        } else {
+            // Another instance has it from here on, for minutes or for days. What comes back then is its business:
+            // a message that was given the same id and body again must not be taken for one finished here.
+            shard.finished = Finished::new(2 * usize::from(shard.credits));
+        }
         let queue = Arc::clone(&shard.queue);
         tracing::info!(
             endpoint = %self.endpoint.config.name,
