@@ -71,6 +71,7 @@
 //! - `tls`: `amqps://` for it.
 //! - `sqlite`, `postgres`: the store for durable queues, in the application's own database.
 
+mod builder;
 mod bus;
 pub mod docs;
 mod endpoint;
@@ -88,9 +89,8 @@ pub mod testing;
 pub mod topology;
 pub mod transport;
 
-pub use bus::{
-    Bus, BusBuilder, BusSnapshot, ConfigError, HoldError, ReadyBus, RunError, ShutdownReport,
-};
+pub use builder::{BusBuilder, ConfigError, ReadyBus};
+pub use bus::{Bus, BusSnapshot, HoldError, RunError, ShutdownReport};
 pub use endpoint::{EndpointBuilder, Strategy, TransportAffinity};
 pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
