@@ -23,6 +23,7 @@ use lapin::types::{AMQPValue, DecimalValue, FieldArray, FieldTable};
 
 use support::broker::{shared_url, unique};
 use support::foreign::Foreign;
+use support::proxy::Proxy;
 
 const BOTH: [QueueType; 2] = [QueueType::Classic, QueueType::Quorum];
 
@@ -619,6 +620,30 @@ async fn a_missing_exchange_refuses_only_the_messages_sent_to_it() {
     }
     assert_eq!(foreign.ready(&queue).await, 80);
     foreign.delete(&queue).await;
+}
+
+#[tokio::test]
+async fn an_exception_of_a_channel_leaves_its_connection_in_use() {
+    let url = shared_url();
+    let host = url.rsplit('@').next().expect("an URL");
+    let host = host.strip_prefix("amqp://").unwrap_or(host);
+    let host = host.trim_end_matches('/');
+    let proxy = Proxy::to(host);
+    let broker = RabbitMq::at(url.replace(host, &proxy.address().to_string()));
+    let publisher = broker.publisher();
+    for _ in 0..50 {
+        let mut outgoing = to_queue("unused", "");
+        outgoing.destination = Destination::Exchange {
+            exchange: "laneway-no-such-exchange".into(),
+            routing_key: "x".into(),
+        };
+        let result = publisher.publish(outgoing).await;
+        assert!(
+            matches!(result, Err(PublishError::Refused(_))),
+            "{result:?}"
+        );
+    }
+    assert_eq!(proxy.accepted(), 1);
 }
 
 #[tokio::test]

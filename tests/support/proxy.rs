@@ -71,6 +71,12 @@ impl Proxy {
         self.address
     }
 
+    /// How many connections it has accepted since it began, or since the last cut.
+    pub fn accepted(&self) -> usize {
+        let connections = self.connections.lock();
+        connections.unwrap_or_else(PoisonError::into_inner).len() / 2
+    }
+
     /// Holds everything back, in both directions, also what new connections send. Nothing is lost.
     pub fn stall(&self) {
         self.valve.set(true);

@@ -15,7 +15,7 @@ use futures::StreamExt;
 use lapin::protocol::AMQPError;
 use lapin::tcp::{AsyncTcpStream, OwnedTLSConfig};
 use lapin::uri::{AMQPScheme, AMQPUri};
-use lapin::{Channel, Connection, ConnectionProperties, ErrorKind, Event};
+use lapin::{Channel, Connection, ConnectionProperties, ConnectionStatus, ErrorKind, Event};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -272,6 +272,7 @@ pub(super) async fn open(
     let events = Box::pin(connection.events_listener());
     handle.spawn(watch_events(
         events,
+        connection.status().clone(),
         blocked_in,
         dead.clone(),
         retired.clone(),
@@ -308,6 +309,7 @@ type Events = Pin<Box<dyn futures::Stream<Item = Event> + Send>>;
 /// Turns the connection's events into states that many can watch. Ends with the connection.
 async fn watch_events(
     mut events: Events,
+    status: ConnectionStatus,
     blocked: watch::Sender<Option<String>>,
     dead: CancellationToken,
     retired: CancellationToken,
@@ -329,6 +331,9 @@ async fn watch_events(
                 info!(target: "laneway", %address, purpose, "RabbitMQ does not block the connection any more");
                 blocked.send_replace(None);
             }
+            // lapin tells the connection's listener of channel exceptions too (a missing exchange, an
+            // acknowledgement that came too late): they end one channel, which its users see.
+            Some(Event::Error(why)) if why.is_amqp_soft_error() && status.connected() => {}
             Some(Event::Error(why)) => {
                 warn!(target: "laneway", %address, purpose, %why, "a connection to RabbitMQ was lost");
                 break;
