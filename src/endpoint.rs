@@ -258,7 +258,7 @@ impl EndpointBuilder {
     /// which gives the rest back in order, and opened again; at 90 % what still runs is aborted.
     #[must_use]
     pub fn ack_timeout(mut self, bound: Duration) -> Self {
-        self.settings.ack_timeout = bound;
+        self.settings.ack_timeout = Some(bound);
         self
     }
 

@@ -204,7 +204,7 @@ async fn the_deadline_aborts_what_runs_uncounted_and_its_context_tells_so() {
                     tell.add();
                 });
                 runs.add();
-                std::future::pending().await
+                std::future::pending::<Result<(), _>>().await
             }
         })
     }))

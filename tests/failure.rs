@@ -158,7 +158,7 @@ async fn a_parked_message_keeps_everything_and_tells_why_it_is_there() {
     let bus = started(orders(broker.clone(), |e| {
         e.max_delivery_attempts(2).backoff(soon()).handler(
             |message: Numbered, _: Context| async move {
-                Err(Failure::transient(format!("no stock for {}", message.key)))
+                Err::<(), _>(Failure::transient(format!("no stock for {}", message.key)))
             },
         )
     }))
@@ -619,7 +619,7 @@ async fn a_handler_chooses_the_pause_before_its_next_attempt() {
     let bus = started(orders(broker.clone(), |e| {
         e.backoff(soon()).handler(|_: Numbered, _: Context| async {
             let pause = Duration::from_secs(3600);
-            Err(Failure::retry_after(pause, "come back later"))
+            Err::<(), _>(Failure::retry_after(pause, "come back later"))
         })
     }))
     .await;

@@ -289,7 +289,7 @@ async fn a_keyless_poison_message_holds_nobody_and_is_parked() {
     let broker = MemoryBroker::new();
     let bus = started(orders(broker.clone(), |e| {
         e.poison_mode(PoisonMode::block_key())
-            .handler(|_: Numbered, _: Context| async { Err(Failure::permanent("always")) })
+            .handler(|_: Numbered, _: Context| async { Err::<(), _>(Failure::permanent("always")) })
     }))
     .await;
     let seen = Seen::of(&bus);
@@ -308,7 +308,7 @@ async fn a_message_that_a_rule_discards_is_not_held() {
     let bus = started(orders(broker.clone(), |e| {
         e.poison_mode(PoisonMode::block_key())
             .on_failure(|p| p.on_any().discard())
-            .handler(|_: Numbered, _: Context| async { Err(Failure::permanent("always")) })
+            .handler(|_: Numbered, _: Context| async { Err::<(), _>(Failure::permanent("always")) })
     }))
     .await;
     let seen = Seen::of(&bus);

@@ -285,6 +285,7 @@ fn parking_is_refused_while_no_queue_is_bound_or_the_queue_is_full() {
             queue: QUEUE.into(),
             key: None,
             reason: PoisonReason::Permanent,
+            place: laneway::actors::port::Place::Parking,
             detail: String::new(),
             attempts: 1,
             given_up_at: SystemTime::now(),

@@ -232,6 +232,8 @@ struct Blocking {
 }
 
 impl Handler<Numbered> for Blocking {
+    type Answer = ();
+
     async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
         if (message.key.as_str(), message.seq, cx.attempt()) != ("key-0", 1, 1) {
             return self.inner.handle(message, cx).await;

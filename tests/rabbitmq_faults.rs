@@ -304,6 +304,7 @@ async fn a_memory_alarm_blocks_publishing_only_and_nothing_is_sent_late() {
         queue: "queue".into(),
         key: None,
         reason: PoisonReason::Failed,
+        place: laneway::actors::port::Place::Parking,
         detail: String::new(),
         attempts: 5,
         given_up_at: std::time::SystemTime::now(),

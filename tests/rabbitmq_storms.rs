@@ -458,6 +458,8 @@ struct BehindGate {
 }
 
 impl Handler<Numbered> for BehindGate {
+    type Answer = ();
+
     async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
         self.gate.clone().wait_for(|open| *open).await?;
         self.inner.handle(message, cx).await

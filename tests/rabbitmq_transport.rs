@@ -91,6 +91,7 @@ fn letter(delivery: Delivery) -> Arc<DeadLetter> {
         queue: "orders-queue".into(),
         key: None,
         reason: PoisonReason::Permanent,
+        place: laneway::actors::port::Place::Parking,
         detail: "no such order".to_owned(),
         attempts: 3,
         given_up_at: UNIX_EPOCH + Duration::from_millis(1_700_000_000_123),

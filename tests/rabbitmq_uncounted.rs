@@ -31,6 +31,8 @@ struct Permitted {
 }
 
 impl Handler<Numbered> for Permitted {
+    type Answer = ();
+
     async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
         self.permits.acquire().await?.forget();
         self.inner.handle(message, cx).await

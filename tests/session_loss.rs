@@ -456,7 +456,7 @@ async fn a_parked_message_carries_its_own_error_also_when_it_is_parked_in_a_late
                 async move {
                     if message.key == "poison" {
                         poison.pass().await;
-                        return Err(Failure::permanent("the error of its own"));
+                        return Err::<(), _>(Failure::permanent("the error of its own"));
                     }
                     neighbour.pass().await;
                     let text = format!("another error, of {}", message.key);

@@ -29,6 +29,9 @@ pub struct KeySource {
     pub typed: bool,
     /// Whether the correlation id stands in. (Each such message is counted.)
     pub correlation_id: bool,
+    /// Whether the source gives the key itself ([`Delivery::with_key`](crate::Delivery::with_key)), as a store does,
+    /// which has it from whoever sent the message. Then nothing else is asked.
+    pub given: bool,
 }
 
 /// What happens to the key of a message that is poison.
@@ -46,6 +49,9 @@ pub enum PoisonMode {
         /// More than zero, less than [`EndpointSettings::ack_timeout`].
         hold_at_most: Duration,
     },
+    /// The same without a bound, where the source keeps what is held ([`EndpointSettings::source_keeps`]): it uses no
+    /// credit, and survives the end of the process.
+    KeepKey,
 }
 
 impl PoisonMode {
@@ -93,7 +99,12 @@ pub struct EndpointSettings {
     /// When the oldest unsettled message is 80 % of this old, its session is renewed: what runs may finish, then
     /// the session is closed and opened again; at 90 % what still runs is aborted. All attempts of a message,
     /// with their time-outs and pauses, must fit into it.
-    pub ack_timeout: Duration,
+    ///
+    /// `None` for a source that waits for ever.
+    pub ack_timeout: Option<Duration>,
+    /// Pauses of at least this length are spent in the source, and held keys are kept there; `None` for sources that
+    /// cannot do that (the default).
+    pub source_keeps: Option<Duration>,
     /// Poison messages are acknowledged and reported instead of parked.
     pub discard_poison: bool,
     /// What happens to the key of a poison message. Defaults to releasing it.
@@ -121,7 +132,8 @@ impl EndpointSettings {
             type_rules: Vec::new(),
             bus_rules: FailureRules::default(),
             handler_timeout: Some(Duration::from_secs(60)),
-            ack_timeout: Duration::from_secs(1_800),
+            ack_timeout: Some(Duration::from_secs(1_800)),
+            source_keeps: None,
             discard_poison: false,
             poison_mode: PoisonMode::default(),
             abort_grace: Duration::ZERO,
@@ -188,6 +200,7 @@ impl EndpointSettings {
             header,
             typed,
             correlation_id,
+            given,
         }) = &self.ordering
         {
             if header.as_ref().is_some_and(String::is_empty) {
@@ -196,7 +209,14 @@ impl EndpointSettings {
                     "the header's name must not be empty".to_owned(),
                 );
             }
-            if header.is_none() && !typed && !correlation_id {
+            if *given && (header.is_some() || *typed || *correlation_id) {
+                problem(
+                    "ordering",
+                    "the source gives the key, so a header, a typed selector or the correlation id has no effect; remove it"
+                        .to_owned(),
+                );
+            }
+            if header.is_none() && !typed && !correlation_id && !given {
                 problem(
                     "ordering",
                     "names no source of the key: use a header, a typed selector or the correlation id"
@@ -222,18 +242,33 @@ impl EndpointSettings {
                     .to_owned(),
             );
         }
-        if let PoisonMode::BlockKey { hold_at_most } = self.poison_mode {
+        if self.poison_mode != PoisonMode::ReleaseKey {
             if self.ordering.is_none() {
                 problem(
                     "poison_mode",
-                    "`BlockKey` has no effect without ordering; remove it or order by a key"
+                    "holding keys has no effect without ordering; remove it or order by a key"
                         .to_owned(),
                 );
             }
             if self.discard_poison {
                 problem(
                     "poison_mode",
-                    "`BlockKey` contradicts `discard_poison()`: it needs a parking place for when the hold ends; remove one of them".to_owned(),
+                    "holding keys contradicts `discard_poison()`: it needs a parking place for when the hold ends; remove one of them".to_owned(),
+                );
+            }
+        }
+        if self.poison_mode == PoisonMode::KeepKey && self.source_keeps.is_none() {
+            problem(
+                "poison_mode",
+                "`KeepKey` needs a durable queue, which keeps what is held; use `BlockKey`, whose hold has a bound"
+                    .to_owned(),
+            );
+        }
+        if let PoisonMode::BlockKey { hold_at_most } = self.poison_mode {
+            if self.source_keeps.is_some() {
+                problem(
+                    "poison_mode",
+                    "on a durable queue a hold needs no bound; use `KeepKey`".to_owned(),
                 );
             }
             if (credits.get() as usize) < 2 * shards {
@@ -245,12 +280,12 @@ impl EndpointSettings {
                     ),
                 );
             }
-            if hold_at_most.is_zero() || hold_at_most >= self.ack_timeout {
+            let ack_timeout = self.ack_timeout.unwrap_or(Duration::MAX);
+            if hold_at_most.is_zero() || hold_at_most >= ack_timeout {
                 problem(
                     "poison_mode",
                     format!(
-                        "`hold_at_most` is {hold_at_most:?}, but must be more than zero and less than `ack_timeout` ({:?}), in which the source wants an acknowledgement",
-                        self.ack_timeout
+                        "`hold_at_most` is {hold_at_most:?}, but must be more than zero and less than `ack_timeout` ({ack_timeout:?}), in which the source wants an acknowledgement"
                     ),
                 );
             }
@@ -270,22 +305,24 @@ impl EndpointSettings {
             max_attempts,
             backoff: self.backoff,
             plans: rules.plans(),
+            keep_from: self.source_keeps,
         };
-        let ack_timeout = self.ack_timeout;
-        if !(Duration::from_secs(1)..=Duration::from_secs(7 * 86_400)).contains(&ack_timeout) {
-            problem(
-                "ack_timeout",
-                format!("{ack_timeout:?} is not between 1 s and 7 days"),
-            );
-        }
-        let longest = policy.longest(self.handler_timeout.unwrap_or_default());
-        if longest >= ack_timeout {
-            problem(
-                "ack_timeout",
-                format!(
-                    "{max_attempts} attempts with their time-outs and pauses can take {longest:?}, but the source takes a message away that is not acknowledged within {ack_timeout:?}; lower `max_delivery_attempts`, `handler_timeout` or the pauses, or raise this together with the broker's `consumer_timeout`"
-                ),
-            );
+        if let Some(ack_timeout) = self.ack_timeout {
+            if !(Duration::from_secs(1)..=Duration::from_secs(7 * 86_400)).contains(&ack_timeout) {
+                problem(
+                    "ack_timeout",
+                    format!("{ack_timeout:?} is not between 1 s and 7 days"),
+                );
+            }
+            let longest = policy.longest(self.handler_timeout.unwrap_or_default());
+            if longest >= ack_timeout {
+                problem(
+                    "ack_timeout",
+                    format!(
+                        "{max_attempts} attempts with their time-outs and pauses can take {longest:?}, but the source takes a message away that is not acknowledged within {ack_timeout:?}; lower `max_delivery_attempts`, `handler_timeout` or the pauses, or raise this together with the broker's `consumer_timeout`"
+                    ),
+                );
+            }
         }
         problems.extend(rules.problems(&self.name, max_attempts, !self.discard_poison));
         if !problems.is_empty() {
@@ -301,11 +338,12 @@ impl EndpointSettings {
             policy,
             rules,
             handler_timeout: self.handler_timeout,
-            ack_timeout,
+            ack_timeout: self.ack_timeout,
             plan: match self.poison_mode {
                 _ if self.discard_poison => PoisonPlan::Discard,
                 PoisonMode::ReleaseKey => PoisonPlan::Park,
                 PoisonMode::BlockKey { hold_at_most } => PoisonPlan::Hold(hold_at_most),
+                PoisonMode::KeepKey => PoisonPlan::Keep(None),
             },
             abort_grace: self.abort_grace,
             intensity: self.intensity,
@@ -325,7 +363,7 @@ pub struct EndpointConfig {
     pub(crate) policy: Policy,
     pub(crate) rules: FailureRules,
     pub(crate) handler_timeout: Option<Duration>,
-    pub(crate) ack_timeout: Duration,
+    pub(crate) ack_timeout: Option<Duration>,
     pub(crate) plan: PoisonPlan,
     pub(crate) abort_grace: Duration,
     pub(crate) intensity: Intensity,

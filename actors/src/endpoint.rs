@@ -15,6 +15,7 @@ use crate::key::{Fingerprint, Fingerprints, OrderingKey};
 use crate::observe::{Event, EventKind, Events};
 use crate::outcome::{Outcome, PoisonReason};
 use crate::permits::Permits;
+use crate::port::Attempts;
 
 /// Shared by the supervisor, the lanes, the attempts and the poison handler of one endpoint.
 pub(crate) struct Endpoint {
@@ -25,6 +26,8 @@ pub(crate) struct Endpoint {
     pub(crate) queues: Vec<Arc<str>>,
     pub(crate) handlers: HandlerSet,
     pub(crate) publisher: Option<Arc<dyn ContextPublisher>>,
+    /// What the source does around each attempt.
+    pub(crate) attempts: Option<Arc<dyn Attempts>>,
     pub(crate) permits: Arc<Permits>,
     pub(crate) events: Events,
     pub(crate) fingerprints: Fingerprints,
@@ -108,7 +111,7 @@ impl Endpoint {
         match outcome {
             Outcome::Parked => self.counters.parked.add(1),
             Outcome::Discarded => self.counters.discarded.add(1),
-            Outcome::Handled => {}
+            Outcome::Handled | Outcome::Kept => {}
         }
         let key = self.fingerprint(delivery.key());
         let message = delivery.envelope().id.clone();

@@ -275,6 +275,8 @@ pub struct Delivery {
     pub(crate) intake_failure: Option<(crate::handler::FailureKind, String)>,
     /// For a keyless message: attempts made by copies of it in ended sessions.
     pub(crate) earlier_attempts: u32,
+    /// Attempts begun so far, where the source counts them.
+    source_attempts: Option<u32>,
 }
 
 impl Delivery {
@@ -294,6 +296,7 @@ impl Delivery {
             slot: None,
             intake_failure: None,
             earlier_attempts: 0,
+            source_attempts: None,
         }
     }
 
@@ -317,6 +320,24 @@ impl Delivery {
     /// Marks that the source has handed this message over before.
     pub fn redelivered(mut self, redelivered: bool) -> Self {
         self.redelivered = redelivered;
+        self
+    }
+
+    /// The source knows the key of its messages.
+    pub fn with_key(mut self, key: Option<OrderingKey>) -> Self {
+        self.key = key;
+        self
+    }
+
+    /// The source counts attempts, and so many were begun, in whatever process: counting goes on from there.
+    pub fn with_attempts(mut self, begun: u32) -> Self {
+        self.source_attempts = Some(begun);
+        self
+    }
+
+    /// The payload, already decoded: the first attempt takes it, if it is of the handler's type.
+    pub fn with_decoded(mut self, payload: Box<dyn Any + Send>) -> Self {
+        self.decoded = Mutex::new(Some(payload));
         self
     }
 
@@ -344,6 +365,11 @@ impl Delivery {
     /// The id of the session it belongs to.
     pub fn session_id(&self) -> SessionId {
         self.session.id()
+    }
+
+    /// Attempts begun so far, where its source counts them.
+    pub fn source_attempts(&self) -> Option<u32> {
+        self.source_attempts
     }
 
     /// Its tag in that session.

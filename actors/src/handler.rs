@@ -1,7 +1,7 @@
 //! What the application writes: handlers, their context, their failures; and the set of handlers of
 //! one endpoint, which finds the right one for a message.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
@@ -10,15 +10,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use futures::future::BoxFuture;
 
-use crate::envelope::{Delivery, Envelope, Headers, MessageId};
+use crate::cascade::{Cascade, Drafts};
+use crate::envelope::{Delivery, DeliveryTag, Envelope, Headers, MessageId};
 use crate::key::OrderingKey;
 use crate::message::{CodecError, Encoding, Message};
-use crate::port::PublishError;
+use crate::port::{Draft, PublishError, Scope};
+use crate::session::SessionState;
 
-/// Handles messages of type `T`. Every `async fn(T, Context) -> Result<(), Failure>` is one; a
-/// struct with state implements the trait.
+/// Handles messages of type `T`. Every `async fn(T, Context) -> Result<A, Failure>` is one, where `A` is `()` or
+/// [messages to publish](Cascade); a struct with state implements the trait.
 ///
 /// For messages of one key the calls never overlap; for different keys they do. A call can be
 /// dropped at an `await` point: when it exceeds the handler time-out, when its session is lost, or
@@ -28,19 +31,29 @@ use crate::port::PublishError;
     note = "a handler is an `async fn(message: {T}, cx: Context) -> Result<(), Failure>` or implements `Handler<{T}>`"
 )]
 pub trait Handler<T>: Send + Sync + 'static {
+    /// What it returns: `()`, or messages to be published after its success.
+    type Answer: Cascade;
+
     /// Handles one message.
     ///
     /// # Errors
     /// The failure decides what happens next: any error by `?` is retried, [`Failure::permanent`] is not.
-    fn handle(&self, message: T, cx: Context) -> impl Future<Output = Result<(), Failure>> + Send;
+    fn handle(
+        &self,
+        message: T,
+        cx: Context,
+    ) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 }
 
-impl<T, F, Fut> Handler<T> for F
+impl<T, F, Fut, A> Handler<T> for F
 where
     F: Fn(T, Context) -> Fut + Send + Sync + 'static,
-    Fut: Future<Output = Result<(), Failure>> + Send,
+    Fut: Future<Output = Result<A, Failure>> + Send,
+    A: Cascade,
 {
-    fn handle(&self, message: T, cx: Context) -> impl Future<Output = Result<(), Failure>> + Send {
+    type Answer = A;
+
+    fn handle(&self, message: T, cx: Context) -> impl Future<Output = Result<A, Failure>> + Send {
         self(message, cx)
     }
 }
@@ -170,6 +183,7 @@ pub struct Context {
     pub(crate) deadline: Option<Instant>,
     pub(crate) cancel: tokio_util::sync::CancellationToken,
     pub(crate) publisher: Option<Arc<dyn ContextPublisher>>,
+    pub(crate) scope: Option<Arc<dyn Scope>>,
 }
 
 impl Context {
@@ -213,6 +227,11 @@ impl Context {
         self.deadline
     }
 
+    /// What surrounds this attempt, where its source makes a transaction of it.
+    pub fn scope(&self) -> Option<&Arc<dyn Scope>> {
+        self.scope.as_ref()
+    }
+
     /// Resolves when this attempt should stop: its session is lost (its result cannot be settled, and
     /// another instance may already run the message), or the deadline of a drain has passed.
     pub async fn cancelled(&self) {
@@ -231,7 +250,8 @@ impl Context {
     /// id is this message's id. Resolves when the broker has confirmed it.
     ///
     /// It is sent whether or not the handler succeeds afterwards, and again when the handler runs
-    /// again (with another id).
+    /// again (with another id). **In a transaction** it is only taken down here, and sent if, and when, that
+    /// commits.
     ///
     /// # Errors
     /// As [`PublishError`] says.
@@ -263,7 +283,18 @@ impl Context {
             .map_err(|error| PublishError::Encode(error.to_string()))?;
         envelope.caused_by(self.envelope());
         let key = key.or_else(|| publisher.key_of(T::TYPE, message));
-        publisher.publish(T::TYPE, envelope, key).await
+        match &self.scope {
+            None => publisher.publish(T::TYPE, envelope, key).await,
+            Some(scope) => {
+                let message_type = T::TYPE;
+                let draft = Draft {
+                    message_type,
+                    envelope,
+                    key,
+                };
+                scope.publish(draft).await
+            }
+        }
     }
 }
 
@@ -277,13 +308,50 @@ impl fmt::Debug for Context {
     }
 }
 
+/// What a handler that is called directly finds in its context.
+pub struct Surroundings {
+    /// Name of its endpoint.
+    pub endpoint: Arc<str>,
+    /// What is said about the message. Its body is not encoded.
+    pub envelope: Envelope,
+    /// Publishes for it.
+    pub publisher: Option<Arc<dyn ContextPublisher>>,
+    /// The transaction around it.
+    pub scope: Option<Arc<dyn Scope>>,
+}
+
+impl Surroundings {
+    fn context(self) -> Context {
+        let delivery = Delivery::new(self.envelope, SessionState::start(), DeliveryTag(0));
+        Context {
+            delivery: Arc::new(delivery),
+            endpoint: self.endpoint,
+            attempt: 1,
+            deadline: None,
+            cancel: tokio_util::sync::CancellationToken::new(),
+            publisher: self.publisher,
+            scope: self.scope,
+        }
+    }
+}
+
 /// A handler with its message type erased.
 trait AnyHandler: Send + Sync {
     fn handle(
         &self,
         delivery: Arc<Delivery>,
         cx: Context,
-    ) -> BoxFuture<'static, Result<(), Failure>>;
+    ) -> BoxFuture<'static, Result<Vec<Draft>, Failure>>;
+
+    /// Handles a payload of its type, and gives its answer, a [`Handler::Answer`].
+    fn invoke(
+        &self,
+        payload: Box<dyn Any + Send>,
+        cx: Context,
+    ) -> BoxFuture<'static, Result<Box<dyn Any + Send>, Failure>>;
+
+    /// The types of message that it may return.
+    fn returns(&self, types: &mut Vec<&'static str>);
 }
 
 /// A typed key with its message type erased.
@@ -307,7 +375,7 @@ impl<T: Message, H: Handler<T>> AnyHandler for Typed<T, H> {
         &self,
         delivery: Arc<Delivery>,
         cx: Context,
-    ) -> BoxFuture<'static, Result<(), Failure>> {
+    ) -> BoxFuture<'static, Result<Vec<Draft>, Failure>> {
         let handler = Arc::clone(&self.handler);
         Box::pin(async move {
             let message = match delivery.take_decoded().map(|any| any.downcast::<T>()) {
@@ -316,8 +384,35 @@ impl<T: Message, H: Handler<T>> AnyHandler for Typed<T, H> {
             };
             // Released before the handler runs: the context holds the delivery anyway.
             drop(delivery);
-            handler.handle(message, cx).await
+            if TypeId::of::<H::Answer>() == TypeId::of::<()>() {
+                handler.handle(message, cx).await?;
+                return Ok(Vec::new());
+            }
+            let answer = handler.handle(message, cx.clone()).await?;
+            let mut drafts = Drafts::new(cx.publisher.as_deref(), cx.envelope());
+            // Another attempt would return it again.
+            answer.write(&mut drafts).map_err(Failure::permanent)?;
+            Ok(drafts.into_drafts())
         })
+    }
+
+    fn invoke(
+        &self,
+        payload: Box<dyn Any + Send>,
+        cx: Context,
+    ) -> BoxFuture<'static, Result<Box<dyn Any + Send>, Failure>> {
+        let handler = Arc::clone(&self.handler);
+        Box::pin(async move {
+            let message = payload
+                .downcast::<T>()
+                .map_err(|_| Failure::permanent("the payload is of another type"))?;
+            let answer = handler.handle(*message, cx).await?;
+            Ok(Box::new(answer) as Box<dyn Any + Send>)
+        })
+    }
+
+    fn returns(&self, types: &mut Vec<&'static str>) {
+        H::Answer::types(types);
     }
 }
 
@@ -356,10 +451,12 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("panic without a text")
 }
 
-/// The handlers of one endpoint, by message type, and the typed keys.
-#[derive(Default)]
+/// The handlers of one endpoint, by message type, and the typed keys. A clone shares the handlers.
+#[derive(Clone, Default)]
 pub struct HandlerSet {
-    by_type: HashMap<&'static str, Arc<dyn AnyHandler>>,
+    by_type: HashMap<&'static str, Vec<Arc<dyn AnyHandler>>>,
+    /// Several handlers of one type are meant to run together.
+    together: bool,
     selectors: HashMap<&'static str, Arc<dyn AnySelector>>,
     untyped: Option<&'static str>,
     twice: Vec<&'static str>,
@@ -377,9 +474,29 @@ impl HandlerSet {
             handler: Arc::new(handler),
             payload: PhantomData,
         });
-        if self.by_type.insert(T::TYPE, handler).is_some() {
+        let handlers = self.by_type.entry(T::TYPE).or_default();
+        if !handlers.is_empty() && !self.together {
             self.twice.push(T::TYPE);
         }
+        handlers.push(handler);
+    }
+
+    /// Several handlers of one type are allowed from here on. They run one after the other, in the order in which
+    /// they were added, as one attempt: if one fails, all run again.
+    pub fn together(mut self) -> Self {
+        self.together = true;
+        self
+    }
+
+    /// The types of message that its handlers may return.
+    pub fn returns(&self) -> Vec<&'static str> {
+        let mut types = Vec::new();
+        for handler in self.by_type.values().flatten() {
+            handler.returns(&mut types);
+        }
+        types.sort_unstable();
+        types.dedup();
+        types
     }
 
     /// The ordering key of messages of type `T` is what `selector` says. A panic in it is a failure of
@@ -460,18 +577,61 @@ impl HandlerSet {
         }
     }
 
+    /// Calls the one handler of the type now, with this payload, and gives its answer (a [`Handler::Answer`]). No
+    /// lane, no order and no retry: as if the caller called it. A panic is a failure.
+    ///
+    /// # Errors
+    /// [`FailureKind::NoHandler`] if it has none, or several; else what the handler fails with.
+    pub async fn invoke<T: Message>(
+        &self,
+        message: T,
+        surroundings: Surroundings,
+    ) -> Result<Box<dyn Any + Send>, Failure> {
+        let none = |text| Err(Failure::new(FailureKind::NoHandler, text));
+        let handler = match self.by_type.get(T::TYPE).map(|handlers| &handlers[..]) {
+            Some([handler]) => Arc::clone(handler),
+            Some([]) | None => {
+                return none(format!("no handler for messages of type `{}`", T::TYPE));
+            }
+            Some(_) => {
+                return none(format!(
+                    "messages of type `{}` have several handlers, whose answers would be several",
+                    T::TYPE
+                ));
+            }
+        };
+        let cx = surroundings.context();
+        let called = AssertUnwindSafe(async { handler.invoke(Box::new(message), cx).await });
+        called.catch_unwind().await.unwrap_or_else(|panic| {
+            let text = panic_text(&*panic).to_owned();
+            Err(Failure::new(FailureKind::Panicked, text))
+        })
+    }
+
     /// Runs the right handler. The future is not guarded against panics.
     pub(crate) fn handle(
         &self,
         delivery: Arc<Delivery>,
         cx: Context,
-    ) -> Result<BoxFuture<'static, Result<(), Failure>>, Failure> {
+    ) -> Result<BoxFuture<'static, Result<Vec<Draft>, Failure>>, Failure> {
         if let Some((kind, text)) = &delivery.intake_failure {
             return Err(Failure::new(*kind, text.as_str()));
         }
         let name = self.type_of(delivery.envelope());
         match name.and_then(|name| self.by_type.get(name)) {
-            Some(handler) => Ok(handler.handle(delivery, cx)),
+            Some(handlers) => match &handlers[..] {
+                [handler] => Ok(handler.handle(delivery, cx)),
+                several => {
+                    let several = several.to_vec();
+                    Ok(Box::pin(async move {
+                        let mut drafts = Vec::new();
+                        for handler in several {
+                            drafts.extend(handler.handle(delivery.clone(), cx.clone()).await?);
+                        }
+                        Ok(drafts)
+                    }))
+                }
+            },
             None => {
                 let text = match name {
                     Some(name) => format!("no handler for messages of type `{name}`"),

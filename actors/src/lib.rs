@@ -92,6 +92,7 @@
 
 pub mod balance;
 mod balancer;
+mod cascade;
 pub mod config;
 mod endpoint;
 mod envelope;
@@ -114,6 +115,7 @@ mod settlement;
 mod supervisor;
 
 pub use balancer::{Balancer, BalancerSpec};
+pub use cascade::{Cascade, Drafts, WithKey};
 pub use config::{
     ConfigActor, EndpointConfig, EndpointSettings, KeySource, PoisonMode, Problem, VerifyWorld,
 };
@@ -121,7 +123,9 @@ pub use envelope::{
     Delivery, DeliveryTag, DirectSettle, Envelope, HeaderValue, Headers, Identity, MessageId,
     header,
 };
-pub use handler::{Context, ContextPublisher, Failure, FailureKind, Handler, HandlerSet};
+pub use handler::{
+    Context, ContextPublisher, Failure, FailureKind, Handler, HandlerSet, Surroundings,
+};
 pub use key::{
     Fingerprint, Fingerprints, Keyed, LaneCount, LaneIndex, OrderingKey, ShardCount, ShardIndex,
 };

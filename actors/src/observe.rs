@@ -108,8 +108,8 @@ pub enum EventKind {
         reason: PoisonReason,
         /// Attempts made; one that could call no handler counts.
         attempts: u32,
-        /// The longest that it is held.
-        at_most: Duration,
+        /// The longest that it is held; `None` without a bound.
+        at_most: Option<Duration>,
     },
     /// The hold of a key has ended.
     HoldEnded {

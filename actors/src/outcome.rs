@@ -12,6 +12,9 @@ pub enum Outcome {
     Parked,
     /// Given up without parking, because the endpoint (`discard_poison`) or a failure rule says so.
     Discarded,
+    /// Kept by its source, which can do that (a store), in its place and its key with it: for a later attempt, or
+    /// until an operator decides. It comes again.
+    Kept,
 }
 
 /// Why a message is poison. Its text form goes into the parked message's headers.
@@ -30,6 +33,8 @@ pub enum PoisonReason {
     Undecodable,
     /// No handler of the endpoint takes messages of this type.
     NoHandler,
+    /// All its attempts were begun, and none was seen to end: it may have ended its process each time.
+    Abandoned,
 }
 
 impl fmt::Display for PoisonReason {
@@ -41,6 +46,7 @@ impl fmt::Display for PoisonReason {
             Self::TimedOut => "timed-out",
             Self::Undecodable => "undecodable",
             Self::NoHandler => "no-handler",
+            Self::Abandoned => "abandoned",
         })
     }
 }

@@ -27,7 +27,7 @@ use crate::lane::{LaneLink, ToLane};
 use crate::observe::EventKind;
 use crate::outcome::Outcome;
 use crate::policy::Backoff;
-use crate::port::{DeadLetter, Parking};
+use crate::port::{DeadLetter, ParkError, Parking};
 use crate::supervisor::{EndpointSupervisor, SettleWithBarrier};
 
 /// Pauses between tries to park a message.
@@ -87,7 +87,12 @@ impl Handler<ParkingJob> for PoisonHandler {
         actix::spawn(async move {
             if let (Some(letter), Some(parking)) = (job.letter, parking) {
                 tokio::select! {
-                    () = park_until_confirmed(&endpoint, &*parking, letter) => {}
+                    parked = park_until_confirmed(&endpoint, &*parking, letter) => {
+                        if !parked {
+                            job.lane.tell(ToLane::ParkingEnded(job.ticket));
+                            return;
+                        }
+                    }
                     // Given up with the drain: the message is unsettled and comes again.
                     () = endpoint.cancel.cancelled() => return,
                 }
@@ -106,9 +111,17 @@ impl Handler<ParkingJob> for PoisonHandler {
     }
 }
 
-async fn park_until_confirmed(endpoint: &Endpoint, parking: &dyn Parking, letter: Arc<DeadLetter>) {
+/// Whether it is parked; if not, its session has ended.
+async fn park_until_confirmed(
+    endpoint: &Endpoint,
+    parking: &dyn Parking,
+    letter: Arc<DeadLetter>,
+) -> bool {
     let mut tries = 0;
     while let Err(error) = parking.park(Arc::clone(&letter)).await {
+        if matches!(error, ParkError::SessionEnded) {
+            return false;
+        }
         tries += 1;
         let retry_in = PARKING_BACKOFF.pause(tries, fastrand::f64());
         let key = endpoint.fingerprint(letter.delivery.key());
@@ -131,4 +144,5 @@ async fn park_until_confirmed(endpoint: &Endpoint, parking: &dyn Parking, letter
         });
         tokio::time::sleep(retry_in).await;
     }
+    true
 }

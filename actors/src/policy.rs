@@ -157,6 +157,9 @@ pub struct Policy {
     pub backoff: Backoff,
     /// What the failure rules do, by their number.
     pub plans: Arc<[Plan]>,
+    /// Pauses of at least this length are spent in the source, which keeps the message: in a process they would
+    /// use a credit. `None` for sources that cannot do that.
+    pub keep_from: Option<Duration>,
 }
 
 impl Default for Policy {
@@ -166,11 +169,17 @@ impl Default for Policy {
             max_attempts: NonZeroU32::new(5).expect("cannot fail because five is not zero"),
             backoff: Backoff::default(),
             plans: Arc::default(),
+            keep_from: None,
         }
     }
 }
 
 impl Policy {
+    /// Whether a pause is spent in the source.
+    pub(crate) fn keeps(&self, pause: Duration) -> bool {
+        self.keep_from.is_some_and(|from| pause >= from)
+    }
+
     /// What to do after attempt number `attempt` (from 1) failed. `plan`: that of the rule that applies.
     pub fn verdict(
         &self,
@@ -241,6 +250,7 @@ mod tests {
 
     fn three_attempts() -> Policy {
         Policy {
+            keep_from: None,
             plans: Arc::default(),
             max_attempts: NonZeroU32::new(3).expect("three"),
             backoff: Backoff {
@@ -302,6 +312,7 @@ mod tests {
 
     fn with_plans(max_attempts: u32, plans: Vec<Plan>) -> Policy {
         Policy {
+            keep_from: None,
             max_attempts: NonZeroU32::new(max_attempts).expect("not zero"),
             plans: plans.into(),
             ..three_attempts()

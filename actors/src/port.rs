@@ -4,6 +4,7 @@
 //! The traits here are all that a broker or a store has to implement; `laneway` implements them
 //! for RabbitMQ and for the embedded broker. One conformance suite holds every adapter to them.
 
+use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 
 use crate::envelope::{Delivery, DeliveryTag, Envelope};
+use crate::handler::FailureKind;
 use crate::key::{Fingerprint, OrderingKey};
 use crate::outcome::PoisonReason;
 use crate::session::SessionState;
@@ -134,14 +136,27 @@ pub struct DeadLetter {
     pub queue: Arc<str>,
     /// Fingerprint of its key; `None` for a keyless message.
     pub key: Option<Fingerprint>,
-    /// Why.
+    /// Why. For a message that is kept for a later attempt, that is not its end.
     pub reason: PoisonReason,
+    /// Where it goes.
+    pub place: Place,
     /// The last error's text, with occurrences of the key replaced by its fingerprint.
     pub detail: String,
     /// Attempts made; one that could call no handler counts.
     pub attempts: u32,
     /// When it was given up, by this machine's clock.
     pub given_up_at: std::time::SystemTime,
+}
+
+/// Where a message that cannot be handled now is moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Place {
+    /// The parking place. The only one that brokers are asked for.
+    Parking,
+    /// It stays in its queue and in its place, and nothing of its key is delivered before it: for this long, or,
+    /// `None`, until an operator decides. Then it is delivered again.
+    Kept(Option<std::time::Duration>),
 }
 
 /// Why a message is not known to be parked.
@@ -154,6 +169,76 @@ pub enum ParkError {
     /// No answer: a copy may be there. Trying again can leave a second one.
     #[error("whether the message was parked is unknown: {0}")]
     Unknown(String),
+    /// The message's session has ended, and with it the right to move it: it will be delivered again, here or
+    /// elsewhere, unless it was parked. Trying again is of no use.
+    #[error("the message's session has ended")]
+    SessionEnded,
+}
+
+/// What a source does around each attempt of its deliveries, where it does anything: a store counts attempts
+/// durably, and makes a transaction of each.
+pub trait Attempts: Send + Sync + 'static {
+    /// Just before the handler is called. Resolves when the attempt is durably counted, with what surrounds it.
+    ///
+    /// # Errors
+    /// [`SessionLost`]: the attempt must not start.
+    ///
+    /// # Cancellation
+    /// Dropping the future leaves it open whether the attempt was counted.
+    fn begin(
+        &self,
+        delivery: &Arc<Delivery>,
+    ) -> BoxFuture<'static, Result<Option<Arc<dyn Scope>>, SessionLost>>;
+
+    /// An attempt failed; kept with the message's past, once it is settled. Does not wait.
+    fn failed(&self, delivery: &Delivery, attempt: u32, kind: FailureKind, detail: &str);
+}
+
+/// What surrounds one attempt and makes its effects final together: a transaction. Dropped without a commit, it
+/// has had no effect.
+pub trait Scope: Send + Sync + 'static {
+    /// Itself, for whoever made it.
+    fn as_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync>;
+
+    /// Takes a message that the handler publishes; it is sent if, and when, the scope commits.
+    ///
+    /// # Errors
+    /// [`PublishError`]: this one cannot be sent in this scope.
+    fn publish(&self, draft: Draft) -> BoxFuture<'_, Result<(), PublishError>>;
+
+    /// The handler has succeeded and returned these messages: makes its writes, everything published, and that
+    /// the message is handled, final in one step. A success means that the message is settled.
+    ///
+    /// # Errors
+    /// [`CommitError`].
+    ///
+    /// # Cancellation
+    /// Dropping the future leaves it open whether the commit took place.
+    fn commit(self: Arc<Self>, returned: Vec<Draft>)
+    -> BoxFuture<'static, Result<(), CommitError>>;
+}
+
+/// Why an attempt's effects are not final.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommitError {
+    /// Nothing took effect; another attempt may succeed.
+    #[error("the handler's transaction was not committed: {0}")]
+    RolledBack(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The session has ended: whether it took effect, the next session finds out.
+    #[error("the session ended before the handler's transaction was known to be committed")]
+    SessionEnded,
+}
+
+/// An encoded message that a handler publishes, and that has no destination yet.
+#[derive(Debug, Clone)]
+pub struct Draft {
+    /// Its type; decides where it goes.
+    pub message_type: &'static str,
+    /// The message.
+    pub envelope: Envelope,
+    /// The key given with it, else the one its payload has.
+    pub key: Option<OrderingKey>,
 }
 
 /// The messages of a parking place: to be looked at, discarded, or replayed.

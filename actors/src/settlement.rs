@@ -170,7 +170,8 @@ impl Finished {
 
     /// A delivery of the current session ended. Without an id it could not be recognised.
     pub(crate) fn record(&mut self, identity: &Identity, outcome: Outcome) {
-        if identity.id().is_none() {
+        // What its source keeps comes again, to run.
+        if identity.id().is_none() || outcome == Outcome::Kept {
             return;
         }
         if self.entries.len() == self.keep {
@@ -183,7 +184,7 @@ impl Finished {
 
     /// A delivery of a session that has already ended turned out to be finished.
     pub(crate) fn record_late(&mut self, identity: &Identity, ending: Ending) {
-        if identity.id().is_some() {
+        if identity.id().is_some() && ending.outcome != Outcome::Kept {
             self.make_room();
             self.comparing.insert(identity.clone(), ending);
         }

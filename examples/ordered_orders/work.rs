@@ -151,6 +151,8 @@ impl Work {
 pub(crate) struct Ship(pub std::sync::Arc<Work>);
 
 impl Handler<OrderEvent> for Ship {
+    type Answer = ();
+
     async fn handle(&self, event: OrderEvent, cx: Context) -> Result<(), Failure> {
         let work = &self.0;
         let number = work.number(&event);
@@ -177,6 +179,8 @@ impl Handler<OrderEvent> for Ship {
 pub(crate) struct NoteParked(pub std::sync::Arc<Work>);
 
 impl Handler<OrderEvent> for NoteParked {
+    type Answer = ();
+
     async fn handle(&self, event: OrderEvent, _: Context) -> Result<(), Failure> {
         let work = &self.0;
         work.ledger.parked(&event.order.to_string(), event.seq);

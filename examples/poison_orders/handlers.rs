@@ -17,6 +17,8 @@ pub(crate) const HANDLER_TIMEOUT: Duration = Duration::from_millis(250);
 pub(crate) struct Ship(pub Arc<Work>);
 
 impl Handler<OrderEvent> for Ship {
+    type Answer = ();
+
     async fn handle(&self, event: OrderEvent, cx: Context) -> Result<(), Failure> {
         let work = &self.0;
         let Some(number) = work.plan.number(&event) else {
@@ -49,6 +51,8 @@ impl Handler<OrderEvent> for Ship {
 pub(crate) struct MendedShip(pub Arc<Work>);
 
 impl Handler<MendedEvent> for MendedShip {
+    type Answer = ();
+
     async fn handle(&self, event: MendedEvent, cx: Context) -> Result<(), Failure> {
         let (work, event) = (&self.0, OrderEvent::from(event));
         let Some(number) = work.plan.number(&event) else {

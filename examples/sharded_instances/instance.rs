@@ -35,6 +35,8 @@ struct Ship {
 }
 
 impl Handler<OrderEvent> for Ship {
+    type Answer = ();
+
     async fn handle(&self, event: OrderEvent, cx: Context) -> Result<(), Failure> {
         let order = event.order.to_string();
         let run = self.ledger.run(&order, event.seq, cx.attempt());

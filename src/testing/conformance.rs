@@ -828,6 +828,7 @@ impl<'a> Stage<'a> {
             queue: self.name().into(),
             key: None,
             reason: PoisonReason::Failed,
+            place: laneway_actors::port::Place::Parking,
             detail: "no answer".to_owned(),
             attempts,
             given_up_at: UNIX_EPOCH + Duration::from_millis(GIVEN_UP_AT_MILLIS.unsigned_abs()),

@@ -79,6 +79,7 @@ mod tests {
             queue: "orders".into(),
             key: None,
             reason: PoisonReason::TimedOut,
+            place: laneway_actors::port::Place::Parking,
             detail: detail.to_owned(),
             attempts: 3,
             given_up_at: UNIX_EPOCH + Duration::from_millis(1_700_000_000_123),

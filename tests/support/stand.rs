@@ -223,6 +223,8 @@ pub struct Gated {
 }
 
 impl Handler<Numbered> for Gated {
+    type Answer = ();
+
     async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
         if (self.waits)(&message) {
             self.gate.pass().await;

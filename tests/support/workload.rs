@@ -81,6 +81,8 @@ impl Scripted {
 }
 
 impl Handler<Numbered> for Scripted {
+    type Answer = ();
+
     async fn handle(&self, message: Numbered, cx: Context) -> Result<(), Failure> {
         let step = (self.script)(&message, cx.attempt());
         let run = self.ledger.run(&message.key, message.seq, cx.attempt());

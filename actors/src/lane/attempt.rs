@@ -17,6 +17,7 @@ use crate::envelope::Delivery;
 use crate::handler::{Context, Failure, FailureKind, panic_text};
 use crate::permits::Permit;
 use crate::policy::PlanIndex;
+use crate::port::{CommitError, Draft, PublishError, Scope};
 
 /// How an attempt ended.
 pub(crate) enum RunEnd {
@@ -40,6 +41,7 @@ struct Report {
     delivery: Arc<Delivery>,
     lane: Arc<LaneLink>,
     run: RunId,
+    attempt: u32,
     end: RunEnd,
 }
 
@@ -53,6 +55,10 @@ impl Report {
         let plan = config.rules.find(message_type, &failure, &config.name);
         let detail = catch_unwind(AssertUnwindSafe(move || failure.detail()))
             .unwrap_or_else(|_| "the handler failed, and showing its error panicked".to_owned());
+        if let Some(attempts) = &self.endpoint.attempts {
+            let shown = self.endpoint.redact(&detail, self.delivery.key());
+            attempts.failed(&self.delivery, self.attempt, kind, &shown);
+        }
         RunEnd::Failed { kind, plan, detail }
     }
 }
@@ -86,6 +92,7 @@ pub(super) fn spawn(
         delivery: Arc::clone(&delivery),
         lane: Arc::clone(lane),
         run,
+        attempt,
         end: RunEnd::Dropped,
     };
     let task = run_attempt(Arc::clone(endpoint), delivery, attempt, permit, report);
@@ -107,6 +114,17 @@ async fn run_attempt(
         report.end = RunEnd::NotStarted;
         return;
     }
+    let scope = match &endpoint.attempts {
+        None => None,
+        Some(attempts) => match attempts.begin(&delivery).await {
+            // And again: counting it may have taken long.
+            Ok(scope) if delivery.session().may_start() => scope,
+            _ => {
+                report.end = RunEnd::NotStarted;
+                return;
+            }
+        },
+    };
     let timeout = endpoint.config.handler_timeout;
     let cx = Context {
         delivery: Arc::clone(&delivery),
@@ -115,6 +133,7 @@ async fn run_attempt(
         deadline: timeout.and_then(|bound| Instant::now().checked_add(bound)),
         cancel: endpoint.cancel.clone(),
         publisher: endpoint.publisher.clone(),
+        scope: scope.clone(),
     };
     let called = AssertUnwindSafe(async {
         let running = endpoint.handlers.handle(delivery, cx)?;
@@ -126,7 +145,14 @@ async fn run_attempt(
         None => Ok(called.await),
     };
     let failure = match result {
-        Ok(Ok(Ok(()))) => None,
+        Ok(Ok(Ok(returned))) => match conclude(&endpoint, scope, returned).await {
+            Ok(()) => None,
+            Err(Unfinished::Failed(failure)) => Some(failure),
+            Err(Unfinished::SessionEnded) => {
+                report.end = RunEnd::Dropped;
+                return;
+            }
+        },
         Ok(Ok(Err(failure))) => Some(failure),
         Ok(Err(panic)) => {
             let text = panic_text(&*panic).to_owned();
@@ -137,4 +163,38 @@ async fn run_attempt(
     };
     report.end = failure.map_or(RunEnd::Handled, |failure| report.failed(failure));
     drop(permit);
+}
+
+/// Why an attempt whose handler succeeded is none.
+enum Unfinished {
+    Failed(Failure),
+    SessionEnded,
+}
+
+/// The handler has succeeded: its transaction is committed, where it has one, and what it returned is published.
+async fn conclude(
+    endpoint: &Endpoint,
+    scope: Option<Arc<dyn Scope>>,
+    returned: Vec<Draft>,
+) -> Result<(), Unfinished> {
+    if let Some(scope) = scope {
+        return scope.commit(returned).await.map_err(|error| match error {
+            CommitError::SessionEnded => Unfinished::SessionEnded,
+            error => Unfinished::Failed(Failure::transient(error)),
+        });
+    }
+    for Draft {
+        message_type,
+        envelope,
+        key,
+    } in returned
+    {
+        let Some(publisher) = &endpoint.publisher else {
+            let error = PublishError::NoDestination(message_type.to_owned());
+            return Err(Unfinished::Failed(error.into()));
+        };
+        let published = publisher.publish(message_type, envelope, key).await;
+        published.map_err(|error| Unfinished::Failed(error.into()))?;
+    }
+    Ok(())
 }

@@ -50,6 +50,7 @@ use crate::handler::FailureKind;
 use crate::key::{KeyMap, OrderingKey};
 use crate::outcome::{Outcome, PoisonReason};
 use crate::policy::{PlanIndex, Policy, Verdict};
+use crate::port::Place;
 use crate::session::SessionId;
 
 /// What the machine must know of a delivery.
@@ -65,6 +66,8 @@ pub trait Item: Clone {
     /// For a keyless one: attempts that earlier copies of it have made ([`Effect::Forgotten`]). (A key
     /// keeps that count here, in the machine; a keyless copy may come to another lane.)
     fn earlier_attempts(&self) -> u32;
+    /// Attempts that its source has counted, where it counts them: then nothing else is asked.
+    fn source_attempts(&self) -> Option<u32>;
 }
 
 /// Names one step of one track: a request for a permit, a run, a timer, a parking. An answer that
@@ -103,6 +106,9 @@ pub enum Event<D> {
         /// Whether the source is known to have processed the acknowledgement.
         settled: bool,
     },
+    /// The head could not be parked, since its session has ended: a copy of it will come, unless another instance
+    /// takes it.
+    ParkingEnded(Ticket),
     /// A session ended: nothing of it may start or be settled from now on.
     SessionEnded(SessionId),
     /// A session is to be closed: nothing of it may start; what runs may finish.
@@ -211,6 +217,8 @@ pub enum Effect<D> {
         reason: PoisonReason,
         /// How often a handler ran.
         attempts: u32,
+        /// Where to.
+        place: Place,
     },
     /// Like [`Effect::Park`], for a message that is in the parking place already, or needs none.
     SettleWithBarrier {
@@ -266,6 +274,19 @@ pub enum PoisonPlan {
     /// They stay at the head of their key for at most this long; then to the parking place. (Keyless ones
     /// go there at once: they hold nobody.)
     Hold(Duration),
+    /// Their source keeps them and their key: for so long, or until an operator decides. (Keyless ones that are
+    /// poison go to the parking place.)
+    Keep(Option<Duration>),
+}
+
+impl PoisonPlan {
+    fn outcome(self) -> Outcome {
+        match self {
+            Self::Park | Self::Hold(_) => Outcome::Parked,
+            Self::Discard => Outcome::Discarded,
+            Self::Keep(_) => Outcome::Kept,
+        }
+    }
 }
 
 /// Why a track is not moving, for a snapshot.
@@ -344,9 +365,11 @@ struct Parking<D> {
     head: D,
     attempts: u32,
     reason: PoisonReason,
-    outcome: Outcome,
+    plan: PoisonPlan,
     /// Its session has ended.
     orphan: bool,
+    /// It could not be parked, because its session has ended; the end itself has not been reported here yet.
+    refused: bool,
     /// It is parked, and its session ended before the acknowledgement was known to be processed; the
     /// end itself has not been reported here yet.
     lost: bool,
@@ -370,7 +393,12 @@ enum Next {
     /// Be settled: it was handled.
     Finish,
     /// Be settled, with barrier: it is parked already.
-    Settle(PoisonReason, Outcome),
+    Settle(PoisonReason, PoisonPlan),
+}
+
+/// Attempts of a message: its source's count, where there is one.
+fn count<D: Item>(delivery: &D, known: u32) -> u32 {
+    delivery.source_attempts().unwrap_or(known)
 }
 
 impl<D: Item> Machine<D> {
@@ -476,6 +504,7 @@ impl<D: Item> Machine<D> {
             Event::BackoffElapsed(ticket) => self.backoff_elapsed(ticket, effects),
             Event::HoldEnded(ticket, end) => self.hold_ended(ticket, end, effects),
             Event::Parked { ticket, settled } => self.parked(ticket, settled, effects),
+            Event::ParkingEnded(ticket) => self.parking_ended(ticket, effects),
             Event::SessionEnded(session) => self.session_ended(session, effects),
             Event::Drain(session) => self.drain(session, effects),
             Event::Paused => self.paused = true,
@@ -604,6 +633,10 @@ impl<D: Item> Machine<D> {
                     effects.push(Effect::PauseEndpoint(pause));
                 }
                 match verdict {
+                    Verdict::RetryAfter(pause) if self.policy.keeps(pause) && !orphan => {
+                        let plan = PoisonPlan::Keep(Some(pause));
+                        self.park(slot, head, PoisonReason::Failed, plan, attempts, effects);
+                    }
                     Verdict::RetryAfter(pause) | Verdict::PauseEndpoint(pause) => {
                         let draining = !orphan && self.draining.contains_key(&session);
                         self.depth -= usize::from(draining);
@@ -718,12 +751,13 @@ impl<D: Item> Machine<D> {
         let State::Parking(parking) = &mut track.state else {
             return;
         };
-        if !parking.reported {
+        let outcome = parking.plan.outcome();
+        if !parking.reported && outcome != Outcome::Kept {
             parking.reported = true;
             effects.push(Effect::Gap {
                 delivery: parking.head.clone(),
                 reason: parking.reason,
-                outcome: parking.outcome,
+                outcome,
                 attempts: parking.attempts,
             });
         }
@@ -737,6 +771,20 @@ impl<D: Item> Machine<D> {
             // The end of the session is about to be reported here. Until then what waits behind the head
             // belongs to the ended session, and must not be taken for the copy.
             parking.lost = true;
+        }
+        self.report_quiet(effects);
+    }
+
+    /// Only a source that parks in one step with settling says this; so nothing of it is anywhere.
+    fn parking_ended(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
+        let slot = ticket.slot;
+        if let Some(track) = self.current(ticket)
+            && let State::Parking(parking) = &mut track.state
+        {
+            parking.refused = true;
+            if parking.orphan {
+                self.await_copy(slot, effects);
+            }
         }
         self.report_quiet(effects);
     }
@@ -761,7 +809,7 @@ impl<D: Item> Machine<D> {
                 State::Parking(parking) if parking.head.session() == session && !parking.orphan => {
                     parking.orphan = true;
                     self.depth -= 1;
-                    if parking.lost {
+                    if parking.lost || parking.refused {
                         self.await_copy(slot, effects);
                     }
                 }
@@ -839,8 +887,8 @@ impl<D: Item> Machine<D> {
     fn open_track(&mut self, head: D, effects: &mut Vec<Effect<D>>) {
         let key = head.key().cloned();
         let attempts = match key {
-            Some(_) => 0,
-            None => head.earlier_attempts(),
+            Some(_) => count(&head, 0),
+            None => count(&head, head.earlier_attempts()),
         };
         let stamp = self.stamp();
         let slot = self.tracks.insert(Track {
@@ -858,8 +906,12 @@ impl<D: Item> Machine<D> {
         // A copy whose last allowed attempt failed after its session. Likeness alone would not do: it
         // could be another message, and would be parked without ever having run.
         if attempts >= self.policy.max_attempts.get() && head.identity().id().is_some() {
-            let (reason, plan) = (PoisonReason::Failed, self.plan);
-            self.park(slot, head, reason, plan, attempts, effects);
+            let reason = match head.source_attempts() {
+                // Its source counted each begin and heard of no end.
+                Some(_) => PoisonReason::Abandoned,
+                None => PoisonReason::Failed,
+            };
+            self.park(slot, head, reason, self.plan, attempts, effects);
         } else {
             self.ask(slot, effects);
         }
@@ -884,7 +936,10 @@ impl<D: Item> Machine<D> {
     /// The head's outcome is final: the next message of the key, or none.
     fn advance(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
         match self.tracks[slot].waiting.pop_front() {
-            Some(next) => self.ready(slot, next, 0, effects),
+            Some(next) => {
+                let attempts = count(&next, 0);
+                self.ready(slot, next, attempts, effects);
+            }
             None => self.remove(slot),
         }
     }
@@ -924,16 +979,23 @@ impl<D: Item> Machine<D> {
     /// another one.
     fn rejoin_backoff(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
         let track = &mut self.tracks[slot];
-        let State::BackingOff { head, identity, .. } = &mut track.state else {
+        let State::BackingOff {
+            head,
+            identity,
+            attempts,
+        } = &mut track.state
+        else {
             return;
         };
         let Some(first) = track.waiting.pop_front() else {
             return;
         };
         if first.is_redelivered() && identity.looks_like(first.identity()) {
+            *attempts = count(&first, *attempts);
             *head = Some(first);
         } else {
-            self.ready(slot, first, 0, effects);
+            let attempts = count(&first, 0);
+            self.ready(slot, first, attempts, effects);
         }
     }
 
@@ -959,7 +1021,7 @@ impl<D: Item> Machine<D> {
             return;
         }
         let alike = first.is_redelivered() && identity.looks_like(first.identity());
-        let attempts = if alike { *attempts } else { 0 };
+        let attempts = count(&first, if alike { *attempts } else { 0 });
         self.ready(slot, first, attempts, effects);
     }
 
@@ -1005,28 +1067,34 @@ impl<D: Item> Machine<D> {
         attempts: u32,
         effects: &mut Vec<Effect<D>>,
     ) {
-        let outcome = match plan {
-            PoisonPlan::Hold(at_most) if self.tracks[slot].key.is_some() => {
+        let keyless = self.tracks[slot].key.is_none();
+        let plan = match plan {
+            PoisonPlan::Hold(at_most) if !keyless => {
                 self.hold(slot, head, reason, attempts, at_most, effects);
                 return;
             }
-            PoisonPlan::Park | PoisonPlan::Hold(_) => Outcome::Parked,
-            PoisonPlan::Discard => Outcome::Discarded,
+            PoisonPlan::Keep(None) if keyless => PoisonPlan::Park,
+            plan => plan,
         };
-        let ticket = self.set_parking(slot, head.clone(), reason, outcome, attempts, false);
+        let ticket = self.set_parking(slot, head.clone(), reason, plan, attempts, false);
+        let place = match plan {
+            PoisonPlan::Keep(until) => Place::Kept(until),
+            _ => Place::Parking,
+        };
         effects.push(match plan {
-            PoisonPlan::Park | PoisonPlan::Hold(_) => Effect::Park {
+            PoisonPlan::Park | PoisonPlan::Hold(_) | PoisonPlan::Keep(_) => Effect::Park {
                 ticket,
                 delivery: head,
                 reason,
                 attempts,
+                place,
             },
             // A discarded head needs the barrier as much as a parked one: coming back after its
             // successor it would be out of order.
             PoisonPlan::Discard => Effect::SettleWithBarrier {
                 ticket,
                 delivery: head,
-                outcome,
+                outcome: plan.outcome(),
             },
         });
     }
@@ -1036,7 +1104,7 @@ impl<D: Item> Machine<D> {
         slot: usize,
         head: D,
         reason: PoisonReason,
-        outcome: Outcome,
+        plan: PoisonPlan,
         attempts: u32,
         reported: bool,
     ) -> Ticket {
@@ -1047,20 +1115,31 @@ impl<D: Item> Machine<D> {
             head,
             attempts,
             reason,
-            outcome,
+            plan,
             orphan: false,
+            refused: false,
             lost: false,
             reported,
         });
         Ticket { slot, stamp }
     }
 
-    /// The head is parked, its session is gone: its copy will have to be settled.
+    /// The head's session is gone. If it is parked, its copy will have to be settled; if it could not be, the copy is
+    /// to be parked; if its source has kept it, the copy comes when its time has come.
     fn await_copy(&mut self, slot: usize, effects: &mut Vec<Effect<D>>) {
         if let State::Parking(parking) = &self.tracks[slot].state {
             let (head, attempts) = (parking.head.clone(), parking.attempts);
-            let outcome = parking.outcome;
-            let next = Next::Settle(parking.reason, outcome);
+            let (reason, plan, outcome) = (parking.reason, parking.plan, parking.plan.outcome());
+            if parking.refused || outcome == Outcome::Kept {
+                let next = match plan {
+                    PoisonPlan::Keep(Some(_)) => Next::Run,
+                    PoisonPlan::Keep(None) if !parking.refused => Next::Run,
+                    plan => Next::End(reason, plan),
+                };
+                self.remember(slot, &head, attempts, next, effects);
+                return;
+            }
+            let next = Next::Settle(reason, plan);
             if self.tracks[slot].key.is_none() {
                 effects.push(Effect::Orphaned {
                     delivery: head.clone(),
@@ -1146,16 +1225,22 @@ impl<D: Item> Machine<D> {
             Next::End(reason, plan) if same => {
                 self.park(slot, first, reason, plan, attempts, effects)
             }
-            Next::Settle(reason, outcome) if same => {
-                let ticket = self.set_parking(slot, first.clone(), reason, outcome, attempts, true);
+            Next::Settle(reason, plan) if same => {
+                let ticket = self.set_parking(slot, first.clone(), reason, plan, attempts, true);
                 effects.push(Effect::SettleWithBarrier {
                     ticket,
                     delivery: first,
-                    outcome,
+                    outcome: plan.outcome(),
                 });
             }
-            Next::Run | Next::End(..) if alike => self.ready(slot, first, attempts, effects),
-            _ => self.ready(slot, first, 0, effects),
+            Next::Run | Next::End(..) if alike => {
+                let attempts = count(&first, attempts);
+                self.ready(slot, first, attempts, effects);
+            }
+            _ => {
+                let attempts = count(&first, 0);
+                self.ready(slot, first, attempts, effects);
+            }
         }
     }
 

@@ -36,7 +36,7 @@ use crate::observe::{EventKind, HoldOver, WaitReason, WaitingKey};
 use crate::outcome::{Outcome, PoisonReason};
 use crate::permits::Permit;
 use crate::poison::{ParkingJob, PoisonHandler};
-use crate::port::DeadLetter;
+use crate::port::{DeadLetter, Place};
 use crate::session::SessionId;
 use crate::supervisor::{EndpointSupervisor, FromLane, Settled};
 use machine::{Effect, Event, HoldEnd, Item, Machine, RunResult, Ticket, Waiting};
@@ -62,6 +62,9 @@ impl Item for Arc<Delivery> {
     fn earlier_attempts(&self) -> u32 {
         self.earlier_attempts
     }
+    fn source_attempts(&self) -> Option<u32> {
+        Delivery::source_attempts(self)
+    }
 }
 
 /// What a lane is told.
@@ -78,6 +81,8 @@ pub(crate) enum ToLane {
     RunEnded(RunId, RunEnd),
     /// The head is parked, and perhaps settled.
     Parked { ticket: Ticket, settled: bool },
+    /// The head cannot be parked any more: its session has ended.
+    ParkingEnded(Ticket),
     /// An operator ends the hold of a key. Answered by the lane that holds it.
     EndHold {
         key: Fingerprint,
@@ -322,6 +327,7 @@ impl Lane {
                 delivery,
                 reason,
                 attempts,
+                place,
             } => {
                 self.since.insert(ticket, Instant::now());
                 let detail = self
@@ -329,11 +335,15 @@ impl Lane {
                     .take()
                     .or_else(|| self.late_details.remove(delivery.identity()))
                     .unwrap_or_default();
+                if place == Place::Kept(None) {
+                    self.tell_held(&delivery, reason, attempts, None);
+                }
                 let letter = DeadLetter {
                     endpoint: Arc::clone(&self.endpoint.config.name),
                     queue: Arc::clone(self.endpoint.queue_of(&delivery)),
                     key: self.endpoint.fingerprint(delivery.key()),
                     reason,
+                    place,
                     detail: self.endpoint.redact(&detail, delivery.key()),
                     attempts,
                     given_up_at: std::time::SystemTime::now(),
@@ -343,7 +353,10 @@ impl Lane {
                     lane: Arc::clone(&self.link),
                     ticket,
                     delivery: Arc::clone(&letter.delivery),
-                    outcome: Outcome::Parked,
+                    outcome: match place {
+                        Place::Parking => Outcome::Parked,
+                        Place::Kept(_) => Outcome::Kept,
+                    },
                     letter: Some(Arc::new(letter)),
                 });
             }
@@ -541,6 +554,29 @@ impl Lane {
         let detail = self.detail.take();
         let detail = detail.or_else(|| self.late_details.remove(delivery.identity()));
         let detail = detail.unwrap_or_default();
+        let (key, message) = self.tell_held(delivery, reason, attempts, Some(at_most));
+        self.since.insert(ticket, since);
+        self.timers.insert((since + at_most, ticket), ());
+        let hold = Hold {
+            shard: Delivery::session(delivery).shard(),
+            since,
+            key,
+            message,
+            reason,
+            identity: delivery.identity().clone(),
+            detail: self.endpoint.redact(&detail, delivery.key()),
+        };
+        self.holds.insert(ticket, hold);
+    }
+
+    /// A key is held, here or by its source.
+    fn tell_held(
+        &self,
+        delivery: &Arc<Delivery>,
+        reason: PoisonReason,
+        attempts: u32,
+        at_most: Option<Duration>,
+    ) -> (Option<Fingerprint>, Option<MessageId>) {
         let key = self.fingerprint(delivery);
         let message = delivery.envelope().id.clone();
         tracing::error!(
@@ -560,18 +596,7 @@ impl Lane {
             attempts,
             at_most,
         });
-        self.since.insert(ticket, since);
-        self.timers.insert((since + at_most, ticket), ());
-        let hold = Hold {
-            shard: Delivery::session(delivery).shard(),
-            since,
-            key,
-            message,
-            reason,
-            identity: delivery.identity().clone(),
-            detail: self.endpoint.redact(&detail, delivery.key()),
-        };
-        self.holds.insert(ticket, hold);
+        (key, message)
     }
 
     /// Ends a hold, if it is still there.
@@ -827,6 +852,10 @@ impl Handler<ToLane> for Lane {
             ToLane::Parked { ticket, settled } => {
                 self.since.remove(&ticket);
                 self.feed(Event::Parked { ticket, settled }, None);
+            }
+            ToLane::ParkingEnded(ticket) => {
+                self.since.remove(&ticket);
+                self.feed(Event::ParkingEnded(ticket), None);
             }
             ToLane::SessionEnded(session) => self.feed(Event::SessionEnded(session), None),
             ToLane::AllEnded => self.forgetful = false,

@@ -87,6 +87,9 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
     let Some(source) = &endpoint.config.ordering else {
         return;
     };
+    if source.given {
+        return;
+    }
     let from_header = source.header.as_deref().and_then(|name| {
         let value = delivery.envelope().headers.get(name)?;
         HeaderValue::as_key_bytes(value).map(|bytes| OrderingKey::from(&*bytes))

@@ -426,7 +426,8 @@ impl EndpointSupervisor {
     /// place that fails, and all keys of the shard would wait for it, here and elsewhere. (A drain has its own
     /// deadline.)
     pub(super) fn renew_sessions(&mut self, ctx: &mut Context<Self>) {
-        let limit = self.endpoint.config.ack_timeout;
+        // A source without such a bound keeps its sessions.
+        let limit = self.endpoint.config.ack_timeout.unwrap_or(Duration::MAX);
         let attempt = self.endpoint.config.handler_timeout;
         let longest = attempt.map_or(limit.mul_f64(ABORT_AT), |it| {
             it.saturating_add(super::ABORT_PATIENCE)

@@ -11,7 +11,7 @@ use crate::handler::{ContextPublisher, HandlerSet};
 use crate::key::Fingerprints;
 use crate::mapping::MappingEpoch;
 use crate::observe::Events;
-use crate::port::{Membership, Parking, Source};
+use crate::port::{Attempts, Membership, Parking, Source};
 
 /// Everything an endpoint is made of.
 pub struct EndpointSpec {
@@ -31,6 +31,8 @@ pub struct EndpointSpec {
     pub mapping: Option<MappingEpoch>,
     /// Where poison messages go.
     pub parking: Option<Arc<dyn Parking>>,
+    /// What the source does around each attempt, if it does anything.
+    pub attempts: Option<Arc<dyn Attempts>>,
     /// Its handlers.
     pub handlers: HandlerSet,
     /// Publishes for `Context::publish`, if handlers may publish.
@@ -67,6 +69,7 @@ impl EndpointSpec {
             membership: None,
             mapping: None,
             parking: None,
+            attempts: None,
             handlers,
             publisher: None,
             events: Events::default(),

@@ -53,6 +53,7 @@ impl EndpointSupervisor {
                 .collect(),
             handlers: spec.handlers,
             publisher: spec.publisher,
+            attempts: spec.attempts,
             events: spec.events,
             fingerprints: spec.fingerprints,
             runtime,

@@ -6,6 +6,7 @@
 //! - `mutants`: machines that are broken on purpose. The property must find each of them.
 
 mod interleavings;
+mod kept;
 mod mutants;
 mod property;
 mod world;
@@ -27,6 +28,8 @@ struct Msg {
     identity: Identity,
     redelivered: bool,
     earlier: u32,
+    /// What the source has counted, where it counts.
+    counted: Option<u32>,
 }
 
 impl Msg {
@@ -60,6 +63,10 @@ impl Item for Msg {
     fn earlier_attempts(&self) -> u32 {
         self.earlier
     }
+
+    fn source_attempts(&self) -> Option<u32> {
+        self.counted
+    }
 }
 
 fn identity(id: Option<&str>, body: &str) -> Identity {
@@ -78,6 +85,7 @@ const HOUR: Duration = Duration::from_secs(3_600);
 
 fn policy(max_attempts: u32) -> Policy {
     Policy {
+        keep_from: None,
         max_attempts: NonZeroU32::new(max_attempts).expect("tests allow at least one attempt"),
         backoff: Backoff::constant(PAUSE),
         plans: [

@@ -150,7 +150,7 @@ fn the_end_of_one_shards_session_does_not_let_a_restarted_lane_take_messages_of_
         let arbiter = Arbiter::new();
         let describe = |settings: &mut EndpointSettings| {
             settings.lanes = Some(1);
-            settings.ack_timeout = 24 * HOUR;
+            settings.ack_timeout = Some(24 * HOUR);
             settings.backoff = Backoff::constant(HOUR);
         };
         let mut instance = Instance::start(&world, 0, &script, vec![arbiter.handle()], describe);

@@ -165,6 +165,7 @@ fn message(session: SessionId, key: Option<&str>, number: usize) -> Msg {
         identity: identity(Some(&number.to_string()), "body"),
         redelivered: false,
         earlier: 0,
+        counted: None,
     }
 }
 
@@ -339,6 +340,7 @@ fn a_held_head_keeps_its_key_until_it_is_released_and_then_is_parked() {
                 delivery,
                 reason: PoisonReason::Permanent,
                 attempts: 1,
+                place: Place::Parking,
             },
         ] if *delivery == a => *ticket,
         other => panic!("not parked: {other:?}"),
@@ -974,6 +976,7 @@ fn a_keyless_message_hands_its_attempts_on_when_it_is_dropped() {
     // Its copy, wherever it comes to, goes on from there.
     let copy = Msg {
         earlier: 1,
+        counted: None,
         ..a.again(next)
     };
     let ask = lane.offer(&copy);
@@ -986,6 +989,7 @@ fn a_keyless_copy_without_attempts_left_is_parked_without_another_run() {
     let mut lane = Lane::new(2);
     let spent = Msg {
         earlier: 2,
+        counted: None,
         ..keyless(s, 1)
     };
     let effects = lane.tell(Event::Offered(spent.clone()));

@@ -392,6 +392,7 @@ impl World {
             identity: message.identity.clone(),
             redelivered,
             earlier: message.earlier,
+            counted: None,
         };
         if !draining {
             if message.settled {
@@ -853,7 +854,9 @@ impl World {
                 delivery,
                 reason,
                 attempts,
+                place,
             } => {
+                assert_eq!(place, Place::Parking, "no source here keeps anything");
                 let message = &self.messages[delivery.number];
                 let taken_for_its_twin = message.doubled && message.overshadowed;
                 let counted = attempts == *self.count(delivery.number, delivery.session);
