@@ -29,13 +29,13 @@ pub enum Ending {
     Retry {
         /// How long to wait, by the database's clock.
         after: Duration,
-        /// The attempt that failed, if it is to be remembered.
-        failed: Option<FailedAttempt>,
+        /// Attempts that failed and are not in its past yet.
+        failed: Vec<FailedAttempt>,
     },
     /// Kept where it is, and with it its key, until a [`Retry`](Self::Retry) of the same message lets it go.
     Hold {
-        /// The attempt that failed, if it is to be remembered.
-        failed: Option<FailedAttempt>,
+        /// Attempts that failed and are not in its past yet.
+        failed: Vec<FailedAttempt>,
     },
     /// Moved to the dead letters, with its whole past. Its id is remembered.
     Dead {

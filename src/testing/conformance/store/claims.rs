@@ -44,7 +44,7 @@ pub async fn rows_of_held_keys_do_not_fill_the_window<A: StoreAdapter>(stage: St
     let head = stage.read(&lease, 1).await[0].sequence;
     let retry = Ending::Retry {
         after: LONG,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage.store.settle(&lease, &[settlement(head, retry)]).await;
     assert_eq!(settled.expect("settles").settled, 1);
@@ -213,18 +213,18 @@ pub async fn windows_agree_with_a_plain_model<A: StoreAdapter>(stage: Stage<A>) 
                 let sequence = model[at].sequence;
                 let (ending, waits) = match action {
                     4..7 => (Ending::Handled, None),
-                    7 => (Ending::Hold { failed: None }, Some(true)),
+                    7 => (Ending::Hold { failed: Vec::new() }, Some(true)),
                     8 => (
                         Ending::Retry {
                             after: LONG,
-                            failed: None,
+                            failed: Vec::new(),
                         },
                         Some(true),
                     ),
                     _ => (
                         Ending::Retry {
                             after: Duration::ZERO,
-                            failed: None,
+                            failed: Vec::new(),
                         },
                         Some(false),
                     ),

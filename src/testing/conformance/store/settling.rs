@@ -39,7 +39,7 @@ pub async fn a_retry_keeps_its_place_and_holds_its_key<A: StoreAdapter>(stage: S
     let head = stage.read(&lease, 1).await[0].sequence;
     let retry = Ending::Retry {
         after: LATER,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage.store.settle(&lease, &[settlement(head, retry)]).await;
     assert_eq!(settled.expect("settles").settled, 1);
@@ -55,7 +55,7 @@ pub async fn a_retry_keeps_its_place_and_holds_its_key<A: StoreAdapter>(stage: S
     let first = stage.store.claim(&node, 1).await.expect("claims");
     let retry = Ending::Retry {
         after: LATER,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage
         .store
@@ -80,7 +80,7 @@ pub async fn a_held_message_waits_until_it_is_let_go<A: StoreAdapter>(mut stage:
         .enqueue(vec![message("q", "a", 1), message("q", "a", 2)])
         .await;
     let head = stage.read(&lease, 1).await[0].sequence;
-    let hold = [settlement(head, Ending::Hold { failed: None })];
+    let hold = [settlement(head, Ending::Hold { failed: Vec::new() })];
     let settled = stage.store.settle(&lease, &hold).await.expect("settles");
     assert_eq!(settled.settled, 1);
     stage.store.release(&lease).await.expect("releases");
@@ -89,7 +89,7 @@ pub async fn a_held_message_waits_until_it_is_let_go<A: StoreAdapter>(mut stage:
     assert_eq!(numbers(&stage.read(&lease, 9).await), NONE);
     let now = Ending::Retry {
         after: Duration::ZERO,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage.store.settle(&lease, &[settlement(head, now)]).await;
     assert_eq!(settled.expect("settles").settled, 1);
@@ -132,7 +132,7 @@ pub async fn a_dead_letter_keeps_the_message_and_its_whole_past<A: StoreAdapter>
         stage.store.start(&lease, &head).await.expect("starts");
         let retry = Ending::Retry {
             after: Duration::ZERO,
-            failed: Some(failed.clone()),
+            failed: vec![failed.clone()],
         };
         let settled = stage
             .store
