@@ -256,6 +256,55 @@ async fn an_error_holds_no_password() {
     assert!(!shown.contains("marked"), "{shown}");
 }
 
+/// A trigger sees what the commit of each statement will wait for.
+#[tokio::test]
+async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let mut outside = connection().await;
+    let spy = "CREATE TABLE {s}.seen (what text, waits text);
+        CREATE FUNCTION {s}.look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            INSERT INTO {s}.seen VALUES (TG_OP, current_setting('synchronous_commit'));
+            RETURN COALESCE(NEW, OLD); END $$;
+        CREATE TRIGGER look BEFORE INSERT OR UPDATE OR DELETE ON {s}.messages
+            FOR EACH ROW EXECUTE FUNCTION {s}.look()";
+    let spy = spy.replace("{s}", &postgres.schema);
+    outside.execute(&*spy).await.expect("watches");
+
+    let minute = Duration::from_secs(60);
+    let lease = store.take("q", Shard(0), MemberId::unique(), minute).await;
+    let lease = lease.expect("answers").expect("it is free");
+    let batch = vec![message("a", "x"), message("b", "y")];
+    store.enqueue(batch).await.expect("stores").committed();
+    let read = store.read(&lease, &Window::of(9)).await.expect("reads");
+    for message in &read {
+        let started = store.start(&lease, &[message.sequence]).await;
+        started.expect("starts");
+        // On the connection of the start: nothing else uses its pool meanwhile.
+        let handled = Settlement {
+            sequence: message.sequence,
+            ending: Ending::Handled,
+        };
+        let settled = store.settle(&lease, &[handled]).await;
+        assert_eq!(settled.expect("settles").settled, 1);
+    }
+    let seen = format!("SELECT what, waits FROM {}.seen", postgres.schema);
+    let seen: Vec<(String, String)> = sqlx::query_as(&seen)
+        .fetch_all(&mut outside)
+        .await
+        .expect("has seen");
+    let seen: Vec<_> = seen
+        .iter()
+        .map(|(what, waits)| (&**what, &**waits))
+        .collect();
+    let one = [("UPDATE", "off"), ("DELETE", "on")];
+    let expected = [[("INSERT", "on"); 2], one, one].concat();
+    assert_eq!(seen, expected);
+    store.close().await;
+    postgres.clean_up().await;
+}
+
 /// The server ends every connection of the store, again and again, while it works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_that_the_server_ends_cost_retries_and_no_message() {

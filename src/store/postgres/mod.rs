@@ -19,9 +19,9 @@ use super::names::Names;
 use super::plan::Plan;
 use super::wake::Wake;
 use super::{
-    Answer, Counts, DeadMessage, Enqueued, Known, Lease, NewMessage, QueueIdentity, Scope,
-    Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore, Wakeup,
-    Window,
+    Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, QueueIdentity,
+    Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore,
+    Wakeup, Window,
 };
 
 mod claim;
@@ -29,6 +29,7 @@ mod config;
 mod connect;
 mod enqueue;
 mod fault;
+mod holds;
 mod lease;
 mod schema;
 mod settle;
@@ -292,7 +293,9 @@ impl Store for PostgresStore {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            let mut transaction = connection.begin().await?;
+            // Within the statement that begins, since it would cost a round trip of its own.
+            let begin = "BEGIN; SET LOCAL synchronous_commit = off";
+            let mut transaction = connection.begin_with(begin).await?;
             let sequences = Sequence::numbers(sequences);
             settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
             transaction.commit().await?;
@@ -331,6 +334,34 @@ impl Store for PostgresStore {
                 settle::unsettled(&mut connection, &self.names, number, lease, sequences).await?;
             connection.done();
             Ok(left)
+        })
+    }
+
+    fn held<'a>(&'a self, queue: &'a str, after: Sequence, limit: u32) -> Answer<'a, Vec<Stored>> {
+        self.bounded("held", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let rows = holds::held(&mut connection, &self.names, number, after, limit).await?;
+            connection.done();
+            Ok(rows)
+        })
+    }
+
+    fn end_hold<'a>(
+        &'a self,
+        queue: &'a str,
+        sequence: Sequence,
+        ending: HoldEnding,
+    ) -> Answer<'a, bool> {
+        self.bounded("end_hold", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let ended = holds::end(&mut connection, &self.names, number, sequence, ending).await?;
+            connection.done();
+            if ended {
+                self.wakes.wake(queue);
+            }
+            Ok(ended)
         })
     }
 

@@ -23,6 +23,7 @@ use crate::store::{
 
 pub mod claims;
 pub mod enqueuing;
+pub mod holds;
 pub mod leases;
 pub mod load;
 pub mod settling;
@@ -91,6 +92,11 @@ macro_rules! store_conformance_suite {
             settling::a_handlers_writes_and_its_mark_commit_together
             settling::an_ended_transaction_is_not_repeated
             settling::a_copy_that_meets_a_settling_waits_for_its_end
+            holds::what_is_held_is_listed_in_pages_oldest_first
+            holds::a_hold_that_is_retried_runs_at_once_with_attempts_counted_anew
+            holds::a_hold_that_is_given_up_lets_its_key_go
+            holds::what_is_not_held_is_left_as_it_is
+            holds::of_several_who_end_a_hold_one_does
             load::commits_of_one_key_are_never_read_out_of_order
             load::writers_of_many_keys_lose_nothing_and_never_dead_lock
             load::several_calls_dead_lock_only_as_a_retryable_conflict
