@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use laneway::actors::port::MemberId;
+use laneway::actors::port::{Announcement, MemberId};
 use laneway::actors::{Envelope, ShardCount};
 use laneway::store::postgres::{PostgresConfig, PostgresStore};
 use laneway::store::{
@@ -256,6 +256,58 @@ async fn an_error_holds_no_password() {
     assert!(!shown.contains("marked"), "{shown}");
 }
 
+#[tokio::test]
+async fn members_on_two_nodes_hear_each_other_and_old_rows_go_a_few_at_a_time() {
+    let postgres = Postgres::new();
+    let (here, there) = (postgres.open().await, postgres.open().await);
+    for store in [&here, &there] {
+        store.declare(&queue()).await.expect("declares");
+    }
+    let said = |member| Announcement {
+        member: MemberId::from_u128(member),
+        sequence: 1,
+        of: 1,
+        shards: Default::default(),
+        willing: true,
+    };
+    let minute = Duration::from_secs(60);
+    for member in 0..20 {
+        let announced = here.announce("q", &said(member), minute).await;
+        announced.expect("announces");
+    }
+    let mut outside = connection().await;
+    let age = format!(
+        "UPDATE {}.members SET expires = now() - interval '1 hour' WHERE member LIKE '%0'",
+        postgres.schema
+    );
+    outside.execute(&*age).await.expect("ages");
+    let age = format!(
+        "UPDATE {}.members SET expires = now() - interval '1 hour' WHERE member > $1",
+        postgres.schema
+    );
+    let aged = sqlx::query(&age)
+        .bind(MemberId::from_u128(1).to_string())
+        .execute(&mut outside)
+        .await
+        .expect("ages");
+    assert_eq!(aged.rows_affected(), 18);
+    let count = format!("SELECT count(*) FROM {}.members", postgres.schema);
+    let mut before: i64 = 20;
+    while before > 1 {
+        let heard = there.announcements("q").await.expect("answers");
+        assert_eq!(heard, [said(1)]);
+        let left: i64 = sqlx::query_scalar(&count)
+            .fetch_one(&mut outside)
+            .await
+            .expect("counts");
+        assert!(left < before && before - left < 10, "{before}, then {left}");
+        before = left;
+    }
+    here.close().await;
+    there.close().await;
+    postgres.clean_up().await;
+}
+
 /// A trigger sees what the commit of each statement will wait for.
 #[tokio::test]
 async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
@@ -275,13 +327,15 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
     let minute = Duration::from_secs(60);
     let lease = store.take("q", Shard(0), MemberId::unique(), minute).await;
     let lease = lease.expect("answers").expect("it is free");
-    let batch = vec![message("a", "x"), message("b", "y")];
+    let batch = (0..4).map(|_| message("a", "x")).collect();
     store.enqueue(batch).await.expect("stores").committed();
     let read = store.read(&lease, &Window::of(9)).await.expect("reads");
+    // More often than the pool has connections, so that each of them has started and then settles.
     for message in &read {
         let started = store.start(&lease, &[message.sequence]).await;
         started.expect("starts");
-        // On the connection of the start: nothing else uses its pool meanwhile.
+    }
+    for message in &read {
         let handled = Settlement {
             sequence: message.sequence,
             ending: Ending::Handled,
@@ -298,8 +352,8 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
         .iter()
         .map(|(what, waits)| (&**what, &**waits))
         .collect();
-    let one = [("UPDATE", "off"), ("DELETE", "on")];
-    let expected = [[("INSERT", "on"); 2], one, one].concat();
+    let each = [("INSERT", "on"), ("UPDATE", "off"), ("DELETE", "on")];
+    let expected: Vec<_> = each.into_iter().flat_map(|one| [one; 4]).collect();
     assert_eq!(seen, expected);
     store.close().await;
     postgres.clean_up().await;

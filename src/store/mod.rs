@@ -63,13 +63,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 
 mod columns;
 mod error;
 mod lease;
 #[cfg(feature = "postgres")]
 mod locks;
+mod membership;
 mod message;
 mod names;
 mod plan;
@@ -81,7 +82,8 @@ pub mod sqlite;
 mod wake;
 
 pub use error::StoreError;
-pub use lease::{Epoch, Lease, Scope, Window};
+pub use lease::{Epoch, Lease, Ownership, Scope, Window};
+pub use membership::StoreMembership;
 pub use message::{
     Counts, Enqueued, NewMessage, Placed, QueueIdentity, QueueOrder, Sequence, Shard, Stored,
 };
@@ -154,6 +156,21 @@ pub trait Store: Send + Sync + 'static {
     /// Gives a lease back: the shard can be taken at once, what was claimed can be claimed. Releasing a
     /// lost lease does nothing.
     fn release<'a>(&'a self, lease: &'a Lease) -> Answer<'a, ()>;
+
+    /// Who has which shard of an ordered queue, by shard; nothing for an unordered one. Changes nothing.
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>>;
+
+    /// Puts an announcement in the place of the member's last one in the queue's group, unless that is newer. It
+    /// lasts for `ttl`, by the database's clock. Waits for no disk: a crash of the database forgets it.
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()>;
+
+    /// The last announcement of each member of the queue's group that lasts, in no order.
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>>;
 
     /// The messages of a leased shard that may run and that the window does not leave out, in order. Left out are
     /// also keys whose head waits for its retry or is held. Changes nothing.
@@ -326,6 +343,19 @@ impl Known {
         let known = known.unwrap_or_else(std::sync::PoisonError::into_inner);
         let queue = known.get(queue).map(|known| known.number).ok_or(queue);
         queue.map_err(|queue| StoreError::refused(format!("the queue `{queue}` is not declared")))
+    }
+
+    /// Number and shards of a declared queue that is ordered; no shards of one that is not.
+    #[cfg(feature = "sqlite")]
+    fn shards(&self, queue: &str) -> Result<(i32, u32), StoreError> {
+        let number = self.number(queue)?;
+        let known = self.0.read();
+        let known = known.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let shards = match known.get(queue).map(|known| known.identity.order) {
+            Some(QueueOrder::Ordered(count)) => count.get(),
+            _ => 0,
+        };
+        Ok((number, shards as u32))
     }
 
     /// The number of a declared queue that has no order.

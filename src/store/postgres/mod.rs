@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Connection as _, PgConnection, PgPool, Postgres, Transaction};
 use tokio::task::AbortHandle;
@@ -19,9 +19,9 @@ use super::names::Names;
 use super::plan::Plan;
 use super::wake::Wake;
 use super::{
-    Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, QueueIdentity,
-    Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore,
-    Wakeup, Window,
+    Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, Ownership,
+    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
+    TransactionalStore, Wakeup, Window,
 };
 
 mod claim;
@@ -31,6 +31,7 @@ mod enqueue;
 mod fault;
 mod holds;
 mod lease;
+mod members;
 mod schema;
 mod settle;
 mod upkeep;
@@ -254,6 +255,41 @@ impl Store for PostgresStore {
             // Others may take it at once.
             self.wakes.wake(&lease.queue);
             Ok(())
+        })
+    }
+
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>> {
+        self.bounded("owners", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let owners = members::owners(&mut connection, &self.names, number).await?;
+            connection.done();
+            Ok(owners)
+        })
+    }
+
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()> {
+        self.bounded("announce", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.heartbeats).await?;
+            members::announce(&mut connection, &self.names, number, announcement, ttl).await?;
+            connection.done();
+            Ok(())
+        })
+    }
+
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>> {
+        self.bounded("announcements", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.heartbeats).await?;
+            let current = members::announcements(&mut connection, &self.names, number).await?;
+            connection.done();
+            Ok(current)
         })
     }
 

@@ -75,6 +75,14 @@ impl Pools {
         Ok(Self { writer, readers })
     }
 
+    /// For what needs no connection, and yet fails when the store is closed.
+    pub(super) fn check_open(&self) -> Result<(), StoreError> {
+        if self.writer.is_closed() {
+            return Err(StoreError::from_client(&sqlx::Error::PoolClosed));
+        }
+        Ok(())
+    }
+
     pub(super) async fn close(&self) {
         // Readers first: the last connection to close folds the log into the file, and must be able to write.
         self.readers.close().await;

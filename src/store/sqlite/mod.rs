@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 use sqlx::{Connection as _, Sqlite, SqliteConnection, Transaction};
 
 use super::names::Names;
@@ -23,8 +23,8 @@ use super::plan::Plan;
 use super::wake::{LocalWakes, Wake};
 use super::{
     Answer, Counts, DeadMessage, Durability, Enqueued, HoldEnding, Known, Lease, NewMessage,
-    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
-    TransactionalStore, Wakeup, Window,
+    Ownership, QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError,
+    Stored, TransactionalStore, Wakeup, Window,
 };
 
 mod claim;
@@ -34,6 +34,7 @@ mod enqueue;
 mod fault;
 mod holds;
 mod lease;
+mod members;
 mod schema;
 mod settle;
 mod upkeep;
@@ -43,6 +44,7 @@ pub use config::SqliteConfig;
 use connect::{FileLock, Guarded, Pools};
 use fault::Fault;
 use lease::Clock;
+use members::Members;
 
 /// The moment of the statement, in milliseconds since 1970.
 const NOW: &str = "CAST(unixepoch('subsec') * 1000 AS INTEGER)";
@@ -74,6 +76,7 @@ pub struct SqliteStore {
     durability: Durability,
     pools: Pools,
     clock: Clock,
+    members: Members,
     known: Known,
     wakes: Arc<LocalWakes>,
     /// Given back when the store closes.
@@ -108,6 +111,7 @@ impl SqliteStore {
             durability: config.durability,
             pools,
             clock: Clock::default(),
+            members: Members::default(),
             known: Known::default(),
             wakes: Arc::default(),
             lock: std::sync::Mutex::new(Some(lock)),
@@ -265,6 +269,36 @@ impl Store for SqliteStore {
             // Others may take it at once.
             self.wakes.wake(&lease.queue);
             Ok(())
+        })
+    }
+
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>> {
+        self.bounded("owners", async move {
+            let (number, shards) = self.known.shards(queue)?;
+            self.pools.check_open()?;
+            Ok(self.clock.owners(number, shards))
+        })
+    }
+
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()> {
+        self.bounded("announce", async move {
+            let number = self.known.number(queue)?;
+            self.pools.check_open()?;
+            self.members.announce(number, announcement, ttl);
+            Ok(())
+        })
+    }
+
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>> {
+        self.bounded("announcements", async move {
+            let number = self.known.number(queue)?;
+            self.pools.check_open()?;
+            Ok(self.members.announcements(number))
         })
     }
 
