@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use laneway::actors::port::MemberId;
+use laneway::actors::port::{Announcement, MemberId};
 use laneway::actors::{Envelope, ShardCount};
 use laneway::store::postgres::{PostgresConfig, PostgresStore};
 use laneway::store::{
@@ -254,6 +254,109 @@ async fn an_error_holds_no_password() {
     assert!(error.is_retryable());
     let shown = format!("{error} {error:?} {:?}", PostgresConfig::at(wrong));
     assert!(!shown.contains("marked"), "{shown}");
+}
+
+#[tokio::test]
+async fn members_on_two_nodes_hear_each_other_and_old_rows_go_a_few_at_a_time() {
+    let postgres = Postgres::new();
+    let (here, there) = (postgres.open().await, postgres.open().await);
+    for store in [&here, &there] {
+        store.declare(&queue()).await.expect("declares");
+    }
+    let said = |member| Announcement {
+        member: MemberId::from_u128(member),
+        sequence: 1,
+        of: 1,
+        shards: Default::default(),
+        willing: true,
+    };
+    let minute = Duration::from_secs(60);
+    for member in 0..20 {
+        let announced = here.announce("q", &said(member), minute).await;
+        announced.expect("announces");
+    }
+    let mut outside = connection().await;
+    let age = format!(
+        "UPDATE {}.members SET expires = now() - interval '1 hour' WHERE member LIKE '%0'",
+        postgres.schema
+    );
+    outside.execute(&*age).await.expect("ages");
+    let age = format!(
+        "UPDATE {}.members SET expires = now() - interval '1 hour' WHERE member > $1",
+        postgres.schema
+    );
+    let aged = sqlx::query(&age)
+        .bind(MemberId::from_u128(1).to_string())
+        .execute(&mut outside)
+        .await
+        .expect("ages");
+    assert_eq!(aged.rows_affected(), 18);
+    let count = format!("SELECT count(*) FROM {}.members", postgres.schema);
+    let mut before: i64 = 20;
+    while before > 1 {
+        let heard = there.announcements("q").await.expect("answers");
+        assert_eq!(heard, [said(1)]);
+        let left: i64 = sqlx::query_scalar(&count)
+            .fetch_one(&mut outside)
+            .await
+            .expect("counts");
+        assert!(left < before && before - left < 10, "{before}, then {left}");
+        before = left;
+    }
+    here.close().await;
+    there.close().await;
+    postgres.clean_up().await;
+}
+
+/// A trigger sees what the commit of each statement will wait for.
+#[tokio::test]
+async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
+    let postgres = Postgres::new();
+    let store = postgres.open().await;
+    store.declare(&queue()).await.expect("declares");
+    let mut outside = connection().await;
+    let spy = "CREATE TABLE {s}.seen (what text, waits text);
+        CREATE FUNCTION {s}.look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            INSERT INTO {s}.seen VALUES (TG_OP, current_setting('synchronous_commit'));
+            RETURN COALESCE(NEW, OLD); END $$;
+        CREATE TRIGGER look BEFORE INSERT OR UPDATE OR DELETE ON {s}.messages
+            FOR EACH ROW EXECUTE FUNCTION {s}.look()";
+    let spy = spy.replace("{s}", &postgres.schema);
+    outside.execute(&*spy).await.expect("watches");
+
+    let minute = Duration::from_secs(60);
+    let lease = store.take("q", Shard(0), MemberId::unique(), minute).await;
+    let lease = lease.expect("answers").expect("it is free");
+    let batch = (0..4).map(|_| message("a", "x")).collect();
+    store.enqueue(batch).await.expect("stores").committed();
+    let read = store.read(&lease, &Window::of(9)).await.expect("reads");
+    // More often than the pool has connections, so that each of them has started and then settles.
+    for message in &read {
+        let started = store.start(&lease, &[message.sequence]).await;
+        started.expect("starts");
+    }
+    for message in &read {
+        let handled = Settlement {
+            sequence: message.sequence,
+            ending: Ending::Handled,
+        };
+        let settled = store.settle(&lease, &[handled]).await;
+        assert_eq!(settled.expect("settles").settled, 1);
+    }
+    let seen = format!("SELECT what, waits FROM {}.seen", postgres.schema);
+    let seen: Vec<(String, String)> = sqlx::query_as(&seen)
+        .fetch_all(&mut outside)
+        .await
+        .expect("has seen");
+    let seen: Vec<_> = seen
+        .iter()
+        .map(|(what, waits)| (&**what, &**waits))
+        .collect();
+    let each = [("INSERT", "on"), ("UPDATE", "off"), ("DELETE", "on")];
+    let expected: Vec<_> = each.into_iter().flat_map(|one| [one; 4]).collect();
+    assert_eq!(seen, expected);
+    store.close().await;
+    postgres.clean_up().await;
 }
 
 /// The server ends every connection of the store, again and again, while it works.

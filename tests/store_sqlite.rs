@@ -1,13 +1,18 @@
 //! SQLite keeps the promises of the store, and those of a file.
 #![cfg(feature = "sqlite")]
 
+use std::collections::BTreeSet;
+use std::task::Poll;
+use std::time::Duration;
+
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use laneway::actors::Envelope;
+use laneway::actors::port::MemberId;
+use laneway::actors::{Envelope, ShardCount};
 use laneway::store::sqlite::{SqliteConfig, SqliteStore};
 use laneway::store::{
-    NewMessage, Provision, QueueIdentity, QueueOrder, Store as _, StoreError,
-    TransactionalStore as _,
+    Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard, Store as _,
+    StoreError, TransactionalStore as _, Window,
 };
 use laneway::testing::conformance::store::StoreAdapter;
 use sqlx::{ConnectOptions as _, Connection as _, Executor as _};
@@ -122,6 +127,93 @@ async fn missing_tables_are_refused_by_name_and_can_be_made_by_hand() {
         .await
         .expect("nothing to do");
 }
+
+/// A trigger sees what the commit of each statement will wait for, also after a start that was cancelled anywhere.
+#[tokio::test]
+async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
+    use laneway::store::Durability;
+    for (durability, start, others) in [
+        (Durability::Full, NORMAL, FULL),
+        (Durability::AcceptLossAtPowerFailure, NORMAL, NORMAL),
+    ] {
+        let sqlite = Sqlite::new();
+        let config = sqlite.config().durability(durability);
+        let store = SqliteStore::start(config).await.expect("starts");
+        let order = QueueOrder::Ordered(ShardCount::new(1).expect("allowed"));
+        let queue = QueueIdentity {
+            name: "q".into(),
+            order,
+        };
+        store.declare(&[queue]).await.expect("declares");
+        let mut outside = sqlx::sqlite::SqliteConnectOptions::new()
+            .filename(sqlite.folder.path().join("store.db"))
+            .connect()
+            .await
+            .expect("connects");
+        let look = "CREATE TABLE seen (what TEXT, waits INTEGER);
+            CREATE TRIGGER started AFTER UPDATE ON laneway_messages BEGIN
+                INSERT INTO seen SELECT 'start', synchronous FROM pragma_synchronous; END;
+            CREATE TRIGGER settled AFTER DELETE ON laneway_messages BEGIN
+                INSERT INTO seen SELECT 'settle', synchronous FROM pragma_synchronous; END";
+        outside.execute(look).await.expect("watches");
+
+        let minute = Duration::from_secs(60);
+        let lease = store.take("q", Shard(0), MemberId::unique(), minute).await;
+        let lease = lease.expect("answers").expect("it is free");
+        for polls in 0.. {
+            let message = NewMessage {
+                queue: "q".into(),
+                key: None,
+                envelope: Envelope::default(),
+                due: None,
+            };
+            let stored = store.enqueue(vec![message]).await;
+            stored.expect("stores").committed();
+            let read = store.read(&lease, &Window::of(9)).await.expect("reads");
+            let sequence = [read[0].sequence];
+            let mut starting = store.start(&lease, &sequence);
+            let mut started = None;
+            for _ in 0..polls {
+                // Polled each time that it was woken, so that it stops in another place each time.
+                let mut polled = false;
+                let step = std::future::poll_fn(|context| {
+                    if std::mem::replace(&mut polled, true) {
+                        return Poll::Ready(None);
+                    }
+                    starting.as_mut().poll(context).map(Some)
+                });
+                if let Some(answer) = step.await {
+                    started = Some(answer);
+                    break;
+                }
+            }
+            drop(starting);
+            let handled = Settlement {
+                sequence: sequence[0],
+                ending: Ending::Handled,
+            };
+            let settled = store.settle(&lease, &[handled]).await;
+            assert_eq!(settled.expect("settles").settled, 1);
+            if let Some(started) = started {
+                started.expect("starts");
+                assert!(polls > 3, "a start was never cut short: {polls}");
+                break;
+            }
+        }
+        let seen: Vec<(String, i64)> = sqlx::query_as("SELECT DISTINCT what, waits FROM seen")
+            .fetch_all(&mut outside)
+            .await
+            .expect("has seen");
+        let seen: BTreeSet<_> = seen.iter().map(|(what, waits)| (&**what, *waits)).collect();
+        assert_eq!(seen, BTreeSet::from([("start", start), ("settle", others)]));
+        outside.close().await.expect("closes");
+        store.close().await;
+    }
+}
+
+/// As `PRAGMA synchronous` says it.
+const NORMAL: i64 = 1;
+const FULL: i64 = 2;
 
 #[tokio::test]
 async fn a_prefix_that_is_no_identifier_is_refused() {

@@ -212,6 +212,15 @@ pub(crate) fn read_past(text: &str) -> Option<Vec<FailedAttempt>> {
     lines.collect()
 }
 
+/// A member, from the text that its `Display` gives.
+#[cfg(feature = "postgres")]
+pub(crate) fn read_member(text: &str) -> Result<laneway_actors::port::MemberId, StoreError> {
+    let number = u128::from_str_radix(text, 16);
+    number
+        .map(laneway_actors::port::MemberId::from_u128)
+        .map_err(|_| StoreError::refused("the name of a member cannot be read"))
+}
+
 /// The detail of a dead letter as text that every database keeps.
 pub(crate) fn write_detail(detail: &str) -> String {
     detail.replace('\0', "\u{fffd}")

@@ -52,6 +52,17 @@ impl Lease {
     }
 }
 
+/// Who has a shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ownership {
+    /// The shard.
+    pub shard: Shard,
+    /// Who took it last, unless it was given back.
+    pub owner: Option<MemberId>,
+    /// Whether the lease lasts: nobody else may take the shard. Never without an owner.
+    pub fresh: bool,
+}
+
 /// What to read of a shard: everything but what the reader has or does not want.
 #[derive(Debug, Clone)]
 pub struct Window {

@@ -38,13 +38,17 @@
 //! | enqueue, unordered | 2 | 1, in two indexes |
 //! | read, ordered | 1 | 0: the lease is the claim |
 //! | claim, unordered | 1 or 2 | 1 without index entries (page permitting) |
-//! | start | 1 | 1 without index entries (page permitting) |
+//! | start | 2, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
 //! | settle as handled | 2 and a commit | 1 removed, 1 id remembered in one index |
 //! | prune | 1 | 1 removed |
 //!
-//! A start mark is what makes a message that kills its process recognisable. SQLite writes the same rows; there
-//! a statement per message is as cheap as one per batch, since nothing goes over a network, and what counts is
-//! the commit, which waits for the disk.
+//! A start mark is what makes a message that kills its process recognisable. It must outlive the process and not the
+//! machine, so its commit waits for no disk: `synchronous_commit = off` in its transaction, `synchronous = NORMAL` in
+//! SQLite. A loss of power, or a crash of the database's server, can take the last marks back, and a message then
+//! gets an attempt more. Every other commit waits, and takes the marks before it along.
+//!
+//! SQLite writes the same rows; there a statement per message is as cheap as one per batch, since nothing goes over
+//! a network, and what counts is the commit, which waits for the disk except at a start.
 //!
 //! # Limits
 //! - In PostgreSQL, [`enqueue_in`](TransactionalStore::enqueue_in) needs READ COMMITTED, and refuses other
@@ -59,13 +63,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 
 mod columns;
 mod error;
 mod lease;
 #[cfg(feature = "postgres")]
 mod locks;
+mod membership;
 mod message;
 mod names;
 mod plan;
@@ -77,11 +82,12 @@ pub mod sqlite;
 mod wake;
 
 pub use error::StoreError;
-pub use lease::{Epoch, Lease, Scope, Window};
+pub use lease::{Epoch, Lease, Ownership, Scope, Window};
+pub use membership::StoreMembership;
 pub use message::{
     Counts, Enqueued, NewMessage, Placed, QueueIdentity, QueueOrder, Sequence, Shard, Stored,
 };
-pub use settle::{DeadMessage, DeadReason, Ending, FailedAttempt, Settled, Settlement};
+pub use settle::{DeadMessage, DeadReason, Ending, FailedAttempt, HoldEnding, Settled, Settlement};
 pub use wake::Wakeup;
 
 /// The answer of a store.
@@ -151,6 +157,21 @@ pub trait Store: Send + Sync + 'static {
     /// lost lease does nothing.
     fn release<'a>(&'a self, lease: &'a Lease) -> Answer<'a, ()>;
 
+    /// Who has which shard of an ordered queue, by shard; nothing for an unordered one. Changes nothing.
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>>;
+
+    /// Puts an announcement in the place of the member's last one in the queue's group, unless that is newer. It
+    /// lasts for `ttl`, by the database's clock. Waits for no disk: a crash of the database forgets it.
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()>;
+
+    /// The last announcement of each member of the queue's group that lasts, in no order.
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>>;
+
     /// The messages of a leased shard that may run and that the window does not leave out, in order. Left out are
     /// also keys whose head waits for its retry or is held. Changes nothing.
     ///
@@ -171,6 +192,9 @@ pub trait Store: Send + Sync + 'static {
     fn give_back<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
     /// Counts one more attempt for each of these messages, which are about to start. Repeating it counts again.
+    ///
+    /// The count survives the end of this process. It does not wait for the disk: a loss of power right after may
+    /// take it back.
     fn start<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
     /// Ends messages, all or none of the batch. Messages that are not there any more are counted and left.
@@ -183,6 +207,19 @@ pub trait Store: Send + Sync + 'static {
         lease: &'a Lease,
         sequences: &'a [Sequence],
     ) -> Answer<'a, Vec<Sequence>>;
+
+    /// Up to `limit` messages that [`Ending::Hold`] keeps, with sequences above `after`, oldest first.
+    fn held<'a>(&'a self, queue: &'a str, after: Sequence, limit: u32) -> Answer<'a, Vec<Stored>>;
+
+    /// Ends the hold of a message, and wakes whoever handles the queue. Needs no lease, since nobody runs a message
+    /// that is held. False if it is not held, or not any more: of several calls at once, one has an effect. After
+    /// [`StoreError::Unavailable`], false may mean that the earlier call had it.
+    fn end_hold<'a>(
+        &'a self,
+        queue: &'a str,
+        sequence: Sequence,
+        ending: HoldEnding,
+    ) -> Answer<'a, bool>;
 
     /// Forgets up to `limit` ids of messages that ended longer than `window` ago; returns how many.
     fn prune(&self, window: Duration, limit: u32) -> Answer<'_, u32>;
@@ -306,6 +343,19 @@ impl Known {
         let known = known.unwrap_or_else(std::sync::PoisonError::into_inner);
         let queue = known.get(queue).map(|known| known.number).ok_or(queue);
         queue.map_err(|queue| StoreError::refused(format!("the queue `{queue}` is not declared")))
+    }
+
+    /// Number and shards of a declared queue that is ordered; no shards of one that is not.
+    #[cfg(feature = "sqlite")]
+    fn shards(&self, queue: &str) -> Result<(i32, u32), StoreError> {
+        let number = self.number(queue)?;
+        let known = self.0.read();
+        let known = known.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let shards = match known.get(queue).map(|known| known.identity.order) {
+            Some(QueueOrder::Ordered(count)) => count.get(),
+            _ => 0,
+        };
+        Ok((number, shards as u32))
     }
 
     /// The number of a declared queue that has no order.

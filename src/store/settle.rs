@@ -32,7 +32,8 @@ pub enum Ending {
         /// Attempts that failed and are not in its past yet.
         failed: Vec<FailedAttempt>,
     },
-    /// Kept where it is, and with it its key, until a [`Retry`](Self::Retry) of the same message lets it go.
+    /// Kept where it is, and with it its key, until [`end_hold`](super::Store::end_hold), or a
+    /// [`Retry`](Self::Retry) of the same message, lets it go.
     Hold {
         /// Attempts that failed and are not in its past yet.
         failed: Vec<FailedAttempt>,
@@ -46,6 +47,39 @@ pub enum Ending {
         /// Attempts that failed and are not in its past yet.
         failed: Vec<FailedAttempt>,
     },
+}
+
+/// What becomes of a message that is held.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum HoldEnding {
+    /// It may run at once, its attempts counted anew. Its past stays.
+    Retry,
+    /// Moved to the dead letters, with its whole past. Its id is remembered.
+    Dead {
+        /// Why.
+        reason: DeadReason,
+        /// What a person should know. The caller has taken key values out of it.
+        detail: String,
+    },
+    /// Given up without a trace but its id.
+    Discarded,
+}
+
+impl HoldEnding {
+    /// The settlement that it is, if it removes the message.
+    pub(crate) fn removal(self, sequence: Sequence) -> Option<Settlement> {
+        let ending = match self {
+            Self::Retry => return None,
+            Self::Dead { reason, detail } => Ending::Dead {
+                reason,
+                detail,
+                failed: Vec::new(),
+            },
+            Self::Discarded => Ending::Discarded,
+        };
+        Some(Settlement { sequence, ending })
+    }
 }
 
 /// One attempt that failed.

@@ -20,7 +20,7 @@ use crate::store::names::Names;
 use crate::store::{Lease, Scope, Sequence, StoreError, Stored, Window};
 
 /// What [`stored`] reads.
-const COLUMNS: &str = "m.sequence, m.attempts, m.key, m.id, m.message_type, m.content_type, m.headers, \
+pub(super) const COLUMNS: &str = "m.sequence, m.attempts, m.key, m.id, m.message_type, m.content_type, m.headers, \
      m.correlation_id, m.causation_id, m.sent_at, m.body";
 
 /// `now()` is one moment for the whole statement: a head that becomes due while it runs must not be left out

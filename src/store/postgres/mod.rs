@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{Connection as _, PgConnection, PgPool, Postgres, Transaction};
 use tokio::task::AbortHandle;
@@ -19,9 +19,9 @@ use super::names::Names;
 use super::plan::Plan;
 use super::wake::Wake;
 use super::{
-    Answer, Counts, DeadMessage, Enqueued, Known, Lease, NewMessage, QueueIdentity, Scope,
-    Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore, Wakeup,
-    Window,
+    Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, Ownership,
+    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
+    TransactionalStore, Wakeup, Window,
 };
 
 mod claim;
@@ -29,7 +29,9 @@ mod config;
 mod connect;
 mod enqueue;
 mod fault;
+mod holds;
 mod lease;
+mod members;
 mod schema;
 mod settle;
 mod upkeep;
@@ -256,6 +258,41 @@ impl Store for PostgresStore {
         })
     }
 
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>> {
+        self.bounded("owners", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let owners = members::owners(&mut connection, &self.names, number).await?;
+            connection.done();
+            Ok(owners)
+        })
+    }
+
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()> {
+        self.bounded("announce", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.heartbeats).await?;
+            members::announce(&mut connection, &self.names, number, announcement, ttl).await?;
+            connection.done();
+            Ok(())
+        })
+    }
+
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>> {
+        self.bounded("announcements", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.heartbeats).await?;
+            let current = members::announcements(&mut connection, &self.names, number).await?;
+            connection.done();
+            Ok(current)
+        })
+    }
+
     fn read<'a>(&'a self, lease: &'a Lease, window: &'a Window) -> Answer<'a, Vec<Stored>> {
         self.bounded("read", async move {
             let number = self.known.number(&lease.queue)?;
@@ -292,7 +329,9 @@ impl Store for PostgresStore {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            let mut transaction = connection.begin().await?;
+            // Within the statement that begins, since it would cost a round trip of its own.
+            let begin = "BEGIN; SET LOCAL synchronous_commit = off";
+            let mut transaction = connection.begin_with(begin).await?;
             let sequences = Sequence::numbers(sequences);
             settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
             transaction.commit().await?;
@@ -331,6 +370,34 @@ impl Store for PostgresStore {
                 settle::unsettled(&mut connection, &self.names, number, lease, sequences).await?;
             connection.done();
             Ok(left)
+        })
+    }
+
+    fn held<'a>(&'a self, queue: &'a str, after: Sequence, limit: u32) -> Answer<'a, Vec<Stored>> {
+        self.bounded("held", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let rows = holds::held(&mut connection, &self.names, number, after, limit).await?;
+            connection.done();
+            Ok(rows)
+        })
+    }
+
+    fn end_hold<'a>(
+        &'a self,
+        queue: &'a str,
+        sequence: Sequence,
+        ending: HoldEnding,
+    ) -> Answer<'a, bool> {
+        self.bounded("end_hold", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let ended = holds::end(&mut connection, &self.names, number, sequence, ending).await?;
+            connection.done();
+            if ended {
+                self.wakes.wake(queue);
+            }
+            Ok(ended)
         })
     }
 

@@ -7,7 +7,13 @@ use crate::store::names::Names;
 use crate::store::{Provision, StoreError};
 
 /// Every migration, oldest first; never changed once released. The number is its position, from 1.
-const MIGRATIONS: &[(&str, &str)] = &[("queues", include_str!("migrations/0001_queues.sql"))];
+const MIGRATIONS: &[(&str, &str)] = &[
+    ("queues", include_str!("migrations/0001_queues.sql")),
+    (
+        "holds and members",
+        include_str!("migrations/0002_holds_and_members.sql"),
+    ),
+];
 
 /// The text of all migrations, for whoever applies them by hand.
 pub(super) fn text(names: &Names) -> String {

@@ -78,18 +78,29 @@ pub(super) async fn settle(
     settlements: &[Settlement],
 ) -> Result<Settled, Fault> {
     fence(connection, names, queue, lease).await?;
+    let rows = (queue, lease.shard().0 as i32, claim(lease));
+    let settled = end(connection, names, rows, Endings::of(settlements)).await?;
+    Ok(Settled::of(settled, settlements))
+}
+
+/// Ends messages of a queue's shard that have this claim; returns how many. The caller has made sure that it may.
+pub(super) async fn end(
+    connection: &mut PgConnection,
+    names: &Names,
+    (queue, shard, claim): (i32, i32, Option<i64>),
+    endings: Endings<'_>,
+) -> Result<usize, Fault> {
     let Endings {
         removed,
         kept,
         dead,
-    } = Endings::of(settlements);
-    let shard = lease.shard().0 as i32;
+    } = endings;
     let mut settled = 0;
     if !removed.is_empty() {
         let done = sqlx::query(&text(names, REMOVE))
             .bind(queue)
             .bind(shard)
-            .bind(claim(lease))
+            .bind(claim)
             .bind(removed)
             .execute(&mut *connection)
             .await?;
@@ -100,7 +111,7 @@ pub(super) async fn settle(
         let done = sqlx::query(&text(names, KEEP))
             .bind(queue)
             .bind(shard)
-            .bind(claim(lease))
+            .bind(claim)
             .bind(kept.iter().map(|(s, _, _)| *s).collect::<Vec<_>>())
             .bind(
                 kept.iter()
@@ -120,7 +131,7 @@ pub(super) async fn settle(
         let done = sqlx::query(&text(names, BURY))
             .bind(queue)
             .bind(shard)
-            .bind(claim(lease))
+            .bind(claim)
             .bind(dead.iter().map(|(s, ..)| *s).collect::<Vec<_>>())
             .bind(
                 dead.iter()
@@ -141,7 +152,7 @@ pub(super) async fn settle(
             .await?;
         settled += done.rows_affected();
     }
-    Ok(Settled::of(settled as usize, settlements))
+    Ok(settled as usize)
 }
 
 /// Waits for a settling whose commit may still be under way: its row is locked until that has ended.

@@ -56,15 +56,11 @@ pub(super) struct Pools {
 
 impl Pools {
     pub(super) async fn connect(config: &SqliteConfig) -> Result<Self, Fault> {
-        let synchronous = match config.durability {
-            Durability::Full => SqliteSynchronous::Full,
-            Durability::AcceptLossAtPowerFailure => SqliteSynchronous::Normal,
-        };
         let options = SqliteConnectOptions::new()
             .filename(&config.file)
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(synchronous)
+            .synchronous(synchronous(config.durability))
             .busy_timeout(config.timeout);
         let pool = |most: u32, options: SqliteConnectOptions| {
             SqlitePoolOptions::new()
@@ -77,6 +73,14 @@ impl Pools {
         let writer = pool(1, options.clone()).await?;
         let readers = pool(config.readers, options.read_only(true)).await?;
         Ok(Self { writer, readers })
+    }
+
+    /// For what needs no connection, and yet fails when the store is closed.
+    pub(super) fn check_open(&self) -> Result<(), StoreError> {
+        if self.writer.is_closed() {
+            return Err(StoreError::from_client(&sqlx::Error::PoolClosed));
+        }
+        Ok(())
     }
 
     pub(super) async fn close(&self) {
@@ -121,6 +125,26 @@ impl DerefMut for Guarded {
     fn deref_mut(&mut self) -> &mut SqliteConnection {
         self.0.as_mut().expect("it is there until `done` or `drop`")
     }
+}
+
+fn synchronous(durability: Durability) -> SqliteSynchronous {
+    match durability {
+        Durability::Full => SqliteSynchronous::Full,
+        Durability::AcceptLossAtPowerFailure => SqliteSynchronous::Normal,
+    }
+}
+
+/// What commits of this connection survive from now on. Not within a transaction, where SQLite refuses it.
+pub(super) async fn commits_survive(
+    connection: &mut SqliteConnection,
+    durability: Durability,
+) -> Result<(), Fault> {
+    let statement = match synchronous(durability) {
+        SqliteSynchronous::Full => "PRAGMA synchronous = FULL",
+        _ => "PRAGMA synchronous = NORMAL",
+    };
+    connection.execute(statement).await?;
+    Ok(())
 }
 
 /// Checks that the file is what the options asked for: SQLite keeps another journal mode silently where the file

@@ -16,7 +16,7 @@ use sqlx::{Connection as _, SqliteConnection};
 
 use super::fault::Fault;
 use crate::store::names::Names;
-use crate::store::{Epoch, Lease, Scope, Shard, StoreError};
+use crate::store::{Epoch, Lease, Ownership, Scope, Shard, StoreError};
 
 /// Until when leases last.
 #[derive(Debug, Default)]
@@ -49,6 +49,21 @@ impl Clock {
             .nodes
             .extract_if(|_, (of, until)| *of == queue && *until <= now);
         gone.map(|(epoch, _)| epoch.0).collect()
+    }
+
+    /// Who has which of the first `shards` shards.
+    pub(super) fn owners(&self, queue: i32, shards: u32) -> Vec<Ownership> {
+        let now = Instant::now();
+        let expiries = self.lock();
+        let owner = |shard| {
+            let term = expiries.shards.get(&(queue, shard));
+            Ownership {
+                shard,
+                owner: term.map(|term| term.owner),
+                fresh: term.is_some_and(|term| term.until > now),
+            }
+        };
+        (0..shards).map(Shard).map(owner).collect()
     }
 
     /// Renews; returns the lost ones.

@@ -15,16 +15,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
-use laneway_actors::port::MemberId;
+use laneway_actors::port::{Announcement, MemberId};
 use sqlx::{Connection as _, Sqlite, SqliteConnection, Transaction};
 
 use super::names::Names;
 use super::plan::Plan;
 use super::wake::{LocalWakes, Wake};
 use super::{
-    Answer, Counts, DeadMessage, Enqueued, Known, Lease, NewMessage, QueueIdentity, Scope,
-    Sequence, Settled, Settlement, Shard, Store, StoreError, Stored, TransactionalStore, Wakeup,
-    Window,
+    Answer, Counts, DeadMessage, Durability, Enqueued, HoldEnding, Known, Lease, NewMessage,
+    Ownership, QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError,
+    Stored, TransactionalStore, Wakeup, Window,
 };
 
 mod claim;
@@ -32,7 +32,9 @@ mod config;
 mod connect;
 mod enqueue;
 mod fault;
+mod holds;
 mod lease;
+mod members;
 mod schema;
 mod settle;
 mod upkeep;
@@ -42,13 +44,18 @@ pub use config::SqliteConfig;
 use connect::{FileLock, Guarded, Pools};
 use fault::Fault;
 use lease::Clock;
+use members::Members;
 
 /// The moment of the statement, in milliseconds since 1970.
 const NOW: &str = "CAST(unixepoch('subsec') * 1000 AS INTEGER)";
 
-/// A statement with names and the moment.
+/// When a message is due that is held: the greatest of all times. A statement must say it in the very words of the
+/// index of held messages, or that is not used.
+const NEVER: &str = "9223372036854775807";
+
+/// A statement with names, the moment and never.
 fn text(names: &Names, statement: &str) -> String {
-    names.fill(&statement.replace("{now}", NOW))
+    names.fill(&statement.replace("{now}", NOW).replace("{never}", NEVER))
 }
 
 /// Numbers as the JSON list that `json_each` reads: any number of them in one parameter.
@@ -66,8 +73,10 @@ fn millis(duration: Duration) -> i64 {
 pub struct SqliteStore {
     names: Names,
     timeout: Duration,
+    durability: Durability,
     pools: Pools,
     clock: Clock,
+    members: Members,
     known: Known,
     wakes: Arc<LocalWakes>,
     /// Given back when the store closes.
@@ -99,8 +108,10 @@ impl SqliteStore {
         Ok(Self {
             names,
             timeout: config.timeout,
+            durability: config.durability,
             pools,
             clock: Clock::default(),
+            members: Members::default(),
             known: Known::default(),
             wakes: Arc::default(),
             lock: std::sync::Mutex::new(Some(lock)),
@@ -261,6 +272,36 @@ impl Store for SqliteStore {
         })
     }
 
+    fn owners<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Ownership>> {
+        self.bounded("owners", async move {
+            let (number, shards) = self.known.shards(queue)?;
+            self.pools.check_open()?;
+            Ok(self.clock.owners(number, shards))
+        })
+    }
+
+    fn announce<'a>(
+        &'a self,
+        queue: &'a str,
+        announcement: &'a Announcement,
+        ttl: Duration,
+    ) -> Answer<'a, ()> {
+        self.bounded("announce", async move {
+            let number = self.known.number(queue)?;
+            self.pools.check_open()?;
+            self.members.announce(number, announcement, ttl);
+            Ok(())
+        })
+    }
+
+    fn announcements<'a>(&'a self, queue: &'a str) -> Answer<'a, Vec<Announcement>> {
+        self.bounded("announcements", async move {
+            let number = self.known.number(queue)?;
+            self.pools.check_open()?;
+            Ok(self.members.announcements(number))
+        })
+    }
+
     fn read<'a>(&'a self, lease: &'a Lease, window: &'a Window) -> Answer<'a, Vec<Stored>> {
         self.bounded("read", async move {
             let number = self.known.number(&lease.queue)?;
@@ -305,10 +346,15 @@ impl Store for SqliteStore {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.writer).await?;
+            // Around the transaction: SQLite changes it only outside of one. If anything goes wrong in between,
+            // the connection is closed, and the next one is opened with what was configured.
+            let not_the_disk = Durability::AcceptLossAtPowerFailure;
+            connect::commits_survive(&mut connection, not_the_disk).await?;
             let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
             let sequences = &Sequence::numbers(sequences);
             settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
             transaction.commit().await?;
+            connect::commits_survive(&mut connection, self.durability).await?;
             connection.done();
             Ok(())
         })
@@ -344,6 +390,34 @@ impl Store for SqliteStore {
                 settle::unsettled(&mut connection, &self.names, number, lease, sequences).await?;
             connection.done();
             Ok(left)
+        })
+    }
+
+    fn held<'a>(&'a self, queue: &'a str, after: Sequence, limit: u32) -> Answer<'a, Vec<Stored>> {
+        self.bounded("held", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.readers).await?;
+            let rows = holds::held(&mut connection, &self.names, number, after, limit).await?;
+            connection.done();
+            Ok(rows)
+        })
+    }
+
+    fn end_hold<'a>(
+        &'a self,
+        queue: &'a str,
+        sequence: Sequence,
+        ending: HoldEnding,
+    ) -> Answer<'a, bool> {
+        self.bounded("end_hold", async move {
+            let number = self.known.number(queue)?;
+            let mut connection = Guarded::from(&self.pools.writer).await?;
+            let ended = holds::end(&mut connection, &self.names, number, sequence, ending).await?;
+            connection.done();
+            if ended {
+                self.wakes.wake(queue);
+            }
+            Ok(ended)
         })
     }
 

@@ -7,7 +7,10 @@ use crate::store::names::Names;
 use crate::store::{Provision, StoreError};
 
 /// Every migration, oldest first; never changed once released. The number is its position, from 1.
-const MIGRATIONS: &[(&str, &str)] = &[("queues", include_str!("migrations/0001_queues.sql"))];
+const MIGRATIONS: &[(&str, &str)] = &[
+    ("queues", include_str!("migrations/0001_queues.sql")),
+    ("holds", include_str!("migrations/0002_holds.sql")),
+];
 
 const TABLE: &str = "CREATE TABLE IF NOT EXISTS {t}migrations (\
      number INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP)";

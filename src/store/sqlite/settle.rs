@@ -23,9 +23,8 @@ const REMEMBER: &str = "INSERT INTO {t}ended (queue, id, digest, ended_at) \
 const REMOVE: &str = "DELETE FROM {t}messages \
      WHERE {own} AND sequence IN (SELECT value FROM json_each(?4))";
 
-/// Never is the greatest of all times.
 const KEEP: &str = "UPDATE {t}messages SET claim = NULL, past = past || ?6, \
-     due_at = CASE WHEN ?5 IS NULL THEN 9223372036854775807 ELSE {now} + ?5 END \
+     due_at = CASE WHEN ?5 IS NULL THEN {never} ELSE {now} + ?5 END \
      WHERE {own} AND sequence = ?4";
 
 const LETTER: &str = "INSERT INTO {t}dead_letters (queue, id, shard, sequence, key, key_hash, digest, attempts, \
@@ -71,9 +70,18 @@ pub(super) async fn settle(
     settlements: &[Settlement],
 ) -> Result<Settled, Fault> {
     fence(connection, names, queue, lease).await?;
-    let endings = Endings::of(settlements);
-    let shard = lease.shard().0;
-    let claim = claim(lease);
+    let rows = (queue, lease.shard().0, claim(lease));
+    let settled = end(connection, names, rows, Endings::of(settlements)).await?;
+    Ok(Settled::of(settled, settlements))
+}
+
+/// Ends messages of a queue's shard that have this claim; returns how many. The caller has made sure that it may.
+pub(super) async fn end(
+    connection: &mut SqliteConnection,
+    names: &Names,
+    (queue, shard, claim): (i32, u32, Option<i64>),
+    endings: Endings<'_>,
+) -> Result<usize, Fault> {
     let mut settled = 0;
     for (sequence, after, past) in &endings.kept {
         let done = sqlx::query(&own(names, KEEP))
@@ -116,7 +124,7 @@ pub(super) async fn settle(
             }
         }
     }
-    Ok(Settled::of(settled as usize, settlements))
+    Ok(settled as usize)
 }
 
 /// On the writer, and not on a reader: a settling whose commit is under way has ended before.

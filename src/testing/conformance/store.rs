@@ -23,8 +23,10 @@ use crate::store::{
 
 pub mod claims;
 pub mod enqueuing;
+pub mod holds;
 pub mod leases;
 pub mod load;
+pub mod members;
 pub mod settling;
 
 /// A time that is waited for: a lease that is to expire, a message that is to become due.
@@ -91,6 +93,21 @@ macro_rules! store_conformance_suite {
             settling::a_handlers_writes_and_its_mark_commit_together
             settling::an_ended_transaction_is_not_repeated
             settling::a_copy_that_meets_a_settling_waits_for_its_end
+            holds::what_is_held_is_listed_in_pages_oldest_first
+            holds::a_hold_that_is_retried_runs_at_once_with_attempts_counted_anew
+            holds::a_hold_that_is_given_up_lets_its_key_go
+            holds::what_is_not_held_is_left_as_it_is
+            holds::of_several_who_end_a_hold_one_does
+            members::what_is_announced_is_heard_by_every_member_the_speaker_included
+            members::an_older_announcement_is_never_heard_after_a_newer_one
+            members::who_joins_later_hears_what_is_announced_from_then_on
+            members::groups_do_not_hear_each_other
+            members::a_member_that_leaves_does_not_disturb_the_others
+            members::a_place_is_lost_with_the_store_and_can_be_taken_again
+            members::an_announcement_lasts_for_its_time
+            members::an_announcement_that_comes_late_replaces_none
+            members::owners_are_shown_with_whether_their_lease_lasts
+            members::a_shard_is_unattended_while_its_lease_is_free_or_expired
             load::commits_of_one_key_are_never_read_out_of_order
             load::writers_of_many_keys_lose_nothing_and_never_dead_lock
             load::several_calls_dead_lock_only_as_a_retryable_conflict
