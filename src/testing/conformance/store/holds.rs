@@ -15,7 +15,7 @@ impl<A: StoreAdapter> Stage<A> {
             let head = self.read(lease, 1).await[0].sequence;
             self.store.start(lease, &[head]).await.expect("starts");
             let hold = Ending::Hold {
-                failed: Some(FailedAttempt::now(1, "failed", "first")),
+                failed: vec![FailedAttempt::now(1, "failed", "first")],
             };
             let settled = self.store.settle(lease, &[settlement(head, hold)]).await;
             assert_eq!(settled.expect("settles").settled, 1);
@@ -52,7 +52,7 @@ pub async fn what_is_held_is_listed_in_pages_oldest_first<A: StoreAdapter>(stage
     let last = stage.read(&lease, 1).await[0].sequence;
     let retry = Ending::Retry {
         after: LONG,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage.store.settle(&lease, &[settlement(last, retry)]).await;
     assert_eq!(settled.expect("settles").settled, 1);
@@ -68,7 +68,7 @@ pub async fn what_is_held_is_listed_in_pages_oldest_first<A: StoreAdapter>(stage
     let node = stage.unordered("u").await;
     stage.enqueue(vec![message("u", "a", 1)]).await;
     let claimed = stage.store.claim(&node, 1).await.expect("claims");
-    let hold = settlement(claimed[0].sequence, Ending::Hold { failed: None });
+    let hold = settlement(claimed[0].sequence, Ending::Hold { failed: Vec::new() });
     let settled = stage.store.settle(&node, &[hold]).await.expect("settles");
     assert_eq!(settled.settled, 1);
     let held = stage.held("u", START, 9).await;
@@ -141,7 +141,7 @@ pub async fn what_is_not_held_is_left_as_it_is<A: StoreAdapter>(stage: Stage<A>)
     let read = sequences(&stage.read(&lease, 9).await);
     let retry = Ending::Retry {
         after: LONG,
-        failed: None,
+        failed: Vec::new(),
     };
     let settled = stage
         .store
@@ -178,7 +178,7 @@ pub async fn of_several_who_end_a_hold_one_does<A: StoreAdapter>(stage: Stage<A>
         let Some(new) = read.iter().find(|message| number_of(message) == round) else {
             panic!("round {round} waits behind {alive:?}");
         };
-        let hold = settlement(new.sequence, Ending::Hold { failed: None });
+        let hold = settlement(new.sequence, Ending::Hold { failed: Vec::new() });
         let settled = stage.store.settle(&lease, &[hold]).await;
         assert_eq!(settled.expect("settles").settled, 1);
         let endings = (0..6).map(|one| {
