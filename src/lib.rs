@@ -74,6 +74,9 @@
 mod builder;
 mod bus;
 pub mod docs;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+#[expect(dead_code, reason = "the bus uses it next")]
+pub mod durable;
 mod endpoint;
 mod entries;
 mod feed;
@@ -95,10 +98,10 @@ pub use endpoint::{EndpointBuilder, Strategy, TransportAffinity};
 pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
-    Backoff, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope, Event,
-    EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler, HeaderValue,
-    Headers, HoldEnd, HoldOver, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonMode,
-    PoisonReason, Problem, WaitReason, WaitingKey,
+    Backoff, Cascade, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope,
+    Event, EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler,
+    HeaderValue, Headers, HoldEnd, HoldOver, Keyed, Message, MessageId, OrderingKey, Outcome,
+    PoisonMode, PoisonReason, Problem, WaitReason, WaitingKey, WithKey,
 };
 pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;

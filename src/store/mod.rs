@@ -355,7 +355,7 @@ impl Known {
             Some(QueueOrder::Ordered(count)) => count.get(),
             _ => 0,
         };
-        Ok((number, shards as u32))
+        Ok((number, shards))
     }
 
     /// The number of a declared queue that has no order.

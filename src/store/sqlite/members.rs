@@ -12,7 +12,10 @@ const KEEP: Duration = Duration::from_secs(60);
 
 /// The last announcement of each member, by queue, and until when it lasts.
 #[derive(Debug, Default)]
-pub(super) struct Members(Mutex<HashMap<i32, BTreeMap<MemberId, (Announcement, Instant)>>>);
+pub(super) struct Members(Mutex<HashMap<i32, OfQueue>>);
+
+/// What each member announced last, and until when that lasts.
+type OfQueue = BTreeMap<MemberId, (Announcement, Instant)>;
 
 impl Members {
     /// An announcement that comes late does not replace a newer one; one that is repeated lasts longer.

@@ -1,0 +1,200 @@
+//! Enqueuing in a transaction of the application's own: a message exists when, and only if, that commits.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use laneway_actors::port::{Draft, PublishError};
+use laneway_actors::{ContextPublisher, Envelope, Message, OrderingKey};
+use sqlx::{Database, Transaction};
+
+use super::engine::{Engine, Slot};
+use super::outgoing::ToQueue;
+use crate::store::{self, Placed, StoreError};
+
+/// Why messages were not enqueued in a transaction.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnqueueError {
+    /// The bus has no store, or has been shut down.
+    #[error("the bus has no running store: give it one with `store(…)`")]
+    NoStore,
+    /// The transaction is on another kind of database than the bus's store.
+    #[error("the transaction is not on the database of the bus's store")]
+    OtherDatabase,
+    /// A message cannot go along with a transaction.
+    #[error(transparent)]
+    Publish(#[from] PublishError),
+    /// The store. After [`StoreError::Conflict`] the whole transaction is to be tried again.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Messages to be enqueued together, of any types.
+///
+/// One batch is better than several calls in one transaction: the keys of a call are locked in one order, so that
+/// two transactions cannot wait for each other.
+#[derive(Default)]
+pub struct Batch(Vec<Item>);
+
+struct Item {
+    message_type: &'static str,
+    encode: Encode,
+    key: Option<OrderingKey>,
+    due: Option<SystemTime>,
+}
+
+type Encode = Box<dyn FnOnce(&dyn ContextPublisher, Option<OrderingKey>) -> Encoded + Send>;
+type Encoded = Result<(Draft, Box<dyn Any + Send>), PublishError>;
+
+impl Batch {
+    /// No messages yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a message, under the key that the rules give it.
+    #[must_use]
+    pub fn message<T: Message>(self, message: T) -> Self {
+        self.push(message, None, None)
+    }
+
+    /// Adds a message under this key.
+    #[must_use]
+    pub fn keyed<T: Message>(self, message: T, key: impl Into<OrderingKey>) -> Self {
+        self.push(message, Some(key.into()), None)
+    }
+
+    /// Adds a message that is not to be handled before `due`, by the database's clock. It gets its place in the order
+    /// of its key when it becomes due, and holds nobody until then.
+    #[must_use]
+    pub fn scheduled<T: Message>(self, message: T, due: SystemTime) -> Self {
+        self.push(message, None, Some(due))
+    }
+
+    fn push<T: Message>(
+        mut self,
+        message: T,
+        key: Option<OrderingKey>,
+        due: Option<SystemTime>,
+    ) -> Self {
+        let encode: Encode = Box::new(move |publisher, key| {
+            let envelope = Envelope::of(&message, publisher.encoding(T::TYPE))
+                .map_err(|error| PublishError::Encode(error.to_string()))?;
+            let key = key.or_else(|| publisher.key_of(T::TYPE, &message));
+            let message_type = T::TYPE;
+            let draft = Draft {
+                message_type,
+                envelope,
+                key,
+            };
+            Ok((draft, Box::new(message)))
+        });
+        self.0.push(Item {
+            message_type: T::TYPE,
+            encode,
+            key,
+            due,
+        });
+        self
+    }
+}
+
+impl std::fmt::Debug for Batch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let types = self.0.iter().map(|item| item.message_type);
+        f.debug_list().entries(types).finish()
+    }
+}
+
+/// Messages in a transaction that has not committed yet.
+#[must_use = "call `committed()` after the commit, or the messages wait for the next poll"]
+pub struct Enqueued {
+    stored: Option<store::Enqueued>,
+    engine: Arc<Engine>,
+    queues: Vec<Arc<str>>,
+    originals: Vec<Option<Box<dyn Any + Send>>>,
+}
+
+impl Enqueued {
+    /// What became of each message, once for each queue that handles it.
+    pub fn placed(&self) -> &[Placed] {
+        self.stored.as_ref().map_or(&[], store::Enqueued::placed)
+    }
+
+    /// The transaction has committed: whoever handles the messages is told to look now, and gets the original objects,
+    /// where that is in this process. Without it polling finds the messages, within a second. **Not to be called if the
+    /// transaction was rolled back**; if it is, nothing happens, for there are no rows.
+    pub fn committed(self) {
+        let Some(stored) = self.stored else { return };
+        lend(&self.engine, &stored, self.queues, self.originals);
+        stored.committed();
+    }
+}
+
+impl std::fmt::Debug for Enqueued {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Enqueued")
+            .field("placed", &self.placed())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Lends the original objects to whoever claims their rows.
+pub(super) fn lend(
+    engine: &Engine,
+    stored: &store::Enqueued,
+    queues: Vec<Arc<str>>,
+    originals: Vec<Option<Box<dyn Any + Send>>>,
+) {
+    for ((placed, queue), original) in stored.placed().iter().zip(queues).zip(originals) {
+        if let (Placed::At(sequence), Some(original)) = (placed, original) {
+            engine.lent.give(queue, *sequence, original);
+        }
+    }
+}
+
+/// Enqueues a batch in a transaction of the application's.
+pub(super) async fn enqueue_in<DB: Database>(
+    slot: &Slot,
+    publisher: &dyn ContextPublisher,
+    transaction: &mut Transaction<'_, DB>,
+    batch: Batch,
+) -> Result<Enqueued, EnqueueError> {
+    let engine = slot.engine().ok_or(EnqueueError::NoStore)?;
+    let store = engine
+        .transactional::<DB>()
+        .ok_or(EnqueueError::OtherDatabase)?;
+    let mut rows = Vec::new();
+    let mut originals = Vec::new();
+    for item in batch.0 {
+        let (draft, original) = (item.encode)(publisher, item.key)?;
+        let addressed = engine.addressing.address(&draft)?;
+        if !addressed.after_commit.is_empty() {
+            let what = format!(
+                "messages of type `{}` go to a queue in memory, which cannot take part in a transaction; make the queue `durable()`",
+                draft.message_type
+            );
+            return Err(PublishError::Refused(what).into());
+        }
+        // There is one object: the first queue gets it.
+        let mut original = Some(original);
+        for to in addressed.durable {
+            let due = item.due;
+            let (row, _) = ToQueue { due, ..to }.into_row();
+            rows.push(row);
+            originals.push(original.take());
+        }
+    }
+    let queues = rows.iter().map(|row| row.queue.clone()).collect();
+    let stored = match rows.is_empty() {
+        true => None,
+        false => Some(store.enqueue_in(transaction, rows).await?),
+    };
+    Ok(Enqueued {
+        stored,
+        engine,
+        queues,
+        originals,
+    })
+}

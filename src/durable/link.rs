@@ -1,0 +1,103 @@
+//! What a delivery of a durable queue carries, and how everybody else speaks to the session it belongs to.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use laneway_actors::port::{Ack, SessionLost};
+use laneway_actors::{Delivery, FailureKind, SessionState};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::store::{FailedAttempt, Lease, Sequence, Settlement, StoreError};
+
+/// The way to one session.
+pub(super) struct Link {
+    pub(super) state: Arc<SessionState>,
+    /// The right to settle, once it is there.
+    pub(super) lease: OnceLock<Lease>,
+    pub(super) orders: mpsc::UnboundedSender<Order>,
+}
+
+/// What a session is asked to do. One that has ended drops its orders, and with them what would answer.
+pub(super) enum Order {
+    /// These have ended.
+    Acknowledge(Vec<Ack>),
+    /// Counts an attempt that is about to start.
+    Start(Sequence, oneshot::Sender<()>),
+    /// Moves a message to the dead letters, or keeps it.
+    Move {
+        tag: u64,
+        settlement: Settlement,
+        done: oneshot::Sender<Result<(), StoreError>>,
+    },
+    /// The message was settled by its handler's own transaction.
+    Committed(u64),
+    /// Answers when everything acknowledged before is committed.
+    Barrier(oneshot::Sender<()>),
+    /// Gives the rest back, and answers when that is done.
+    Close(oneshot::Sender<()>),
+}
+
+impl Link {
+    /// Sends an order and waits for its answer.
+    pub(super) async fn ask<T>(
+        &self,
+        order: impl FnOnce(oneshot::Sender<T>) -> Order,
+    ) -> Result<T, SessionLost> {
+        let (done, answer) = oneshot::channel();
+        self.tell(order(done));
+        tokio::select! {
+            // An answer that is there already counts.
+            biased;
+            answer = answer => answer.map_err(|_| SessionLost),
+            () = self.state.ended() => Err(SessionLost),
+        }
+    }
+
+    pub(super) fn tell(&self, order: Order) {
+        // An error means that the session has ended: whoever waits for an answer learns it from that.
+        let _ = self.orders.send(order);
+    }
+}
+
+/// A message of a durable queue in the hands of the lanes.
+pub(super) struct Claim {
+    pub(super) link: Arc<Link>,
+    pub(super) tag: u64,
+    pub(super) sequence: Sequence,
+    /// Attempts that failed here and are not in the store yet.
+    past: Mutex<Vec<FailedAttempt>>,
+}
+
+impl Claim {
+    pub(super) fn new(link: Arc<Link>, tag: u64, sequence: Sequence) -> Self {
+        Self {
+            link,
+            tag,
+            sequence,
+            past: Mutex::default(),
+        }
+    }
+
+    /// That of a delivery; `None` if it did not come from a durable queue.
+    pub(super) fn of(delivery: &Delivery) -> Option<Arc<Self>> {
+        delivery.native::<Arc<Self>>().cloned()
+    }
+
+    pub(super) fn failed(&self, attempt: u32, kind: FailureKind, detail: &str) {
+        let kind = match kind {
+            FailureKind::Permanent => "permanent",
+            FailureKind::Panicked => "panicked",
+            FailureKind::TimedOut => "timed-out",
+            FailureKind::Undecodable => "undecodable",
+            FailureKind::NoHandler => "no-handler",
+            _ => "failed",
+        };
+        let past = &mut self.past.lock().unwrap_or_else(PoisonError::into_inner);
+        past.push(FailedAttempt::now(attempt, kind, detail));
+    }
+
+    /// What failed so far. It stays here, in case that storing it fails.
+    pub(super) fn past(&self) -> Vec<FailedAttempt> {
+        let past = self.past.lock().unwrap_or_else(PoisonError::into_inner);
+        past.clone()
+    }
+}

@@ -1,0 +1,520 @@
+//! One life of one lease: reads, hands out, counts starts, settles.
+//!
+//! Owns the session's task. Everything about a queue or shard that this process has in memory is in that task, in a
+//! [`Feed`]; everybody else sends [`Order`]s.
+//!
+//! Three things are under way at the same time, at most one of each: a read, a settling, a counting of starts. What
+//! comes while one is under way goes into the next as one batch, so that the number of statements does not grow with
+//! the number of messages. What they can do to each other is said in [`feed`](super::feed).
+//!
+//! # When the database is away
+//! - A read fails: it is made again. Nothing is lost.
+//! - A settling fails, and whether it took place is unknown: the same one is made again, until it is answered or the
+//!   lease is lost. A message that is not there any more was settled by the first try.
+//! - A counting of starts fails: it is made again, so an attempt may be counted twice.
+//! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
+//!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease.
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use laneway_actors::port::SourceError;
+use laneway_actors::{Delivery, DeliveryTag};
+use tokio::sync::{mpsc, oneshot};
+use tracing::{error, warn};
+
+use super::feed::Feed;
+use super::keeper::TTL;
+use super::link::{Claim, Link, Order};
+use super::queue::{Place, Queue};
+use crate::store::{DeadReason, Ending, Lease, Sequence, Settlement, StoreError, Stored, Window};
+
+/// How often is looked for messages without a hint.
+const POLL: Duration = Duration::from_secs(1);
+/// How often is asked for a shard that somebody else has.
+const ASK_FOR_LEASE: Duration = Duration::from_millis(250);
+/// Pause before something is tried again at a database that does not answer.
+const AGAIN: Duration = Duration::from_millis(200);
+/// Messages that one settling ends at most.
+const MOST_AT_ONCE: usize = 1_000;
+/// Retries whose time is remembered here at most; the others are found by looking.
+const MOST_DUE: usize = 10_000;
+
+pub(super) type Deliveries = mpsc::UnboundedSender<Result<Vec<Delivery>, SourceError>>;
+type Work<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+type Found = Result<Vec<Stored>, StoreError>;
+type Settling = (Vec<Then>, Result<(), StoreError>);
+type Starting = (Vec<oneshot::Sender<()>>, Result<(), StoreError>);
+
+/// The session's task.
+pub(super) struct Session {
+    queue: Arc<Queue>,
+    link: Arc<Link>,
+    orders: mpsc::UnboundedReceiver<Order>,
+    deliveries: Deliveries,
+    /// An earlier session of this source may have handed out the same messages.
+    again: bool,
+    feed: Feed,
+    to_settle: Vec<ToSettle>,
+    to_start: Vec<(Sequence, oneshot::Sender<()>)>,
+    /// When what is kept for later comes again.
+    due: BTreeSet<Instant>,
+    closing: Option<oneshot::Sender<()>>,
+}
+
+/// One step of a settling.
+struct ToSettle {
+    settlement: Option<Settlement>,
+    then: Then,
+}
+
+enum Then {
+    /// Not to be left out of reads any more.
+    Forget(Sequence),
+    /// The answer to whoever moves a message.
+    Answer {
+        tag: u64,
+        kept: Option<Option<Duration>>,
+        done: oneshot::Sender<Result<(), StoreError>>,
+    },
+    /// A message that could not be read is a dead letter.
+    Broken(u64),
+    Barrier(oneshot::Sender<()>),
+}
+
+/// Why a session ends.
+enum End {
+    Closed,
+    Lost(String),
+}
+
+impl Session {
+    pub(super) fn new(
+        queue: Arc<Queue>,
+        link: Arc<Link>,
+        orders: mpsc::UnboundedReceiver<Order>,
+        deliveries: Deliveries,
+        credits: u16,
+        again: bool,
+    ) -> Self {
+        Self {
+            queue,
+            link,
+            orders,
+            deliveries,
+            again,
+            feed: Feed::new(credits),
+            to_settle: Vec::new(),
+            to_start: Vec::new(),
+            due: BTreeSet::new(),
+            closing: None,
+        }
+    }
+
+    pub(super) async fn run(mut self, place: Place) {
+        let state = Arc::clone(&self.link.state);
+        let end = tokio::select! {
+            // What is under way when the session ends is dropped: its lease fences it.
+            () = state.ended() => End::Lost("the lease of the queue was lost".to_owned()),
+            end = self.live(place) => end,
+        };
+        let lease = self.link.lease.get();
+        if let Some(lease) = lease {
+            self.queue.engine.keeper.let_go(lease);
+        }
+        match end {
+            End::Closed => {
+                if let Some(lease) = lease
+                    && let Err(error) = self.queue.engine.store.release(lease).await
+                {
+                    warn!(target: "laneway", queue = %self.queue.name, %error, "a lease could not be given back; it expires");
+                }
+                self.link.state.end();
+                if let Some(done) = self.closing {
+                    let _ = done.send(());
+                }
+            }
+            End::Lost(what) => {
+                self.link.state.end();
+                let error = SourceError::Unavailable { what, source: None };
+                // Nobody may be listening any more.
+                let _ = self.deliveries.send(Err(error));
+            }
+        }
+    }
+
+    async fn live(&mut self, place: Place) -> End {
+        let lease = match self.take(place).await {
+            Ok(lease) => lease,
+            Err(end) => return end,
+        };
+        let _ = self.link.lease.set(lease.clone());
+        let mut hints = self.queue.engine.store.watch(&self.queue.name);
+        let mut poll = tokio::time::interval(POLL);
+        poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut reading: Option<Work<Found>> = None;
+        let mut settling: Option<Work<Settling>> = None;
+        let mut starting: Option<Work<Starting>> = None;
+        loop {
+            if reading.is_none() {
+                reading = self.next_read(&lease, place);
+            }
+            if settling.is_none() && !self.to_settle.is_empty() {
+                settling = Some(self.settle(&lease));
+            }
+            if starting.is_none() && !self.to_start.is_empty() {
+                starting = Some(self.start(&lease));
+            }
+            if self.closing.is_some() && settling.is_none() && self.to_settle.is_empty() {
+                return End::Closed;
+            }
+            self.hand_out();
+            let next_due = self.due.first().copied();
+            tokio::select! {
+                order = self.orders.recv() => match order {
+                    Some(order) => self.take_orders(order),
+                    // Nobody speaks to this session any more.
+                    None => return End::Closed,
+                },
+                found = under_way(&mut reading) => {
+                    reading = None;
+                    match found {
+                        Ok(found) => self.feed.arrived(found),
+                        // Messages may be claimed for this node that it does not know of.
+                        Err(error) if place == Place::Shared => {
+                            // An error here leaves them claimed until the lease expires.
+                            let _ = self.queue.engine.store.release(&lease).await;
+                            return End::Lost(format!("messages could not be claimed: {error}"));
+                        }
+                        Err(error) if error.is_retryable() => {
+                            self.feed.read_failed();
+                            reading = Some(Box::pin(async {
+                                tokio::time::sleep(AGAIN).await;
+                                Ok(Vec::new())
+                            }));
+                        }
+                        Err(error) => return End::Lost(error.to_string()),
+                    }
+                }
+                (then, settled) = under_way(&mut settling) => {
+                    settling = None;
+                    if let Err(error) = &settled {
+                        let what = error.to_string();
+                        self.settled(then, settled);
+                        return End::Lost(what);
+                    }
+                    self.settled(then, settled);
+                }
+                (waiting, started) = under_way(&mut starting) => {
+                    starting = None;
+                    match started {
+                        Ok(()) => for waits in waiting {
+                            // Whoever gave up meanwhile starts nothing; the attempt is counted.
+                            let _ = waits.send(());
+                        },
+                        Err(error) => return End::Lost(error.to_string()),
+                    }
+                }
+                () = hints.next() => self.feed.look_again(),
+                _ = poll.tick() => self.feed.look_again(),
+                () = at(next_due) => {
+                    let now = Instant::now();
+                    self.due.retain(|due| *due > now);
+                    self.feed.look_again();
+                }
+            }
+        }
+    }
+
+    /// Waits until the queue or shard is this node's.
+    async fn take(&mut self, place: Place) -> Result<Lease, End> {
+        let engine = Arc::clone(&self.queue.engine);
+        let mut told = false;
+        loop {
+            let asked = Instant::now();
+            let name = &self.queue.name;
+            let taken = match place {
+                Place::Shard(shard) => engine.store.take(name, shard, engine.me, TTL).await,
+                Place::Shared => engine.store.join(name, engine.me, TTL).await.map(Some),
+            };
+            match taken {
+                Ok(Some(lease)) => {
+                    let state = Arc::clone(&self.link.state);
+                    engine.keeper.keep(lease.clone(), state, asked);
+                    return Ok(lease);
+                }
+                Ok(None) => {}
+                Err(error) if error.is_retryable() => {
+                    if !told {
+                        warn!(target: "laneway", queue = %name, %error, "the queue cannot be leased; trying again");
+                    }
+                    told = true;
+                }
+                Err(error) => return Err(End::Lost(error.to_string())),
+            }
+            let again = tokio::time::sleep(ASK_FOR_LEASE);
+            tokio::pin!(again);
+            loop {
+                tokio::select! {
+                    () = &mut again => break,
+                    order = self.orders.recv() => match order {
+                        Some(Order::Close(done)) => {
+                            self.closing = Some(done);
+                            return Err(End::Closed);
+                        }
+                        // Nothing was delivered, so there is nothing to settle.
+                        Some(Order::Barrier(done)) => {
+                            let _ = done.send(());
+                        }
+                        Some(_) => {}
+                        None => return Err(End::Closed),
+                    }
+                }
+            }
+        }
+    }
+
+    fn next_read(&mut self, lease: &Lease, place: Place) -> Option<Work<Found>> {
+        if self.closing.is_some() {
+            return None;
+        }
+        let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
+        match place {
+            Place::Shard(_) => {
+                let window: Window = self.feed.read()?;
+                Some(Box::pin(async move { store.read(&lease, &window).await }))
+            }
+            Place::Shared => {
+                let limit = self.feed.claim()?;
+                Some(Box::pin(async move { store.claim(&lease, limit).await }))
+            }
+        }
+    }
+
+    /// Hands out what may run.
+    fn hand_out(&mut self) {
+        if self.closing.is_some() {
+            return;
+        }
+        let mut batch = Vec::new();
+        while let Some((tag, mut stored)) = self.feed.next() {
+            if let Some(why) = stored.broken.take() {
+                self.bury(tag, &stored, why);
+                continue;
+            }
+            let claim = Claim::new(Arc::clone(&self.link), tag, stored.sequence);
+            let mut delivery = Delivery::new(
+                stored.envelope,
+                Arc::clone(&self.link.state),
+                DeliveryTag(tag),
+            )
+            .with_key(stored.key)
+            .with_attempts(stored.attempts)
+            .redelivered(self.again || stored.attempts > 0)
+            .with_native(Arc::new(Arc::new(claim)));
+            let lent = &self.queue.engine.lent;
+            if let Some(original) = lent.take(&self.queue.name, stored.sequence) {
+                delivery = delivery.with_decoded(original);
+            }
+            batch.push(delivery);
+        }
+        if !batch.is_empty() {
+            // Nobody listens any more: the session is about to be closed, or has ended.
+            let _ = self.deliveries.send(Ok(batch));
+        }
+    }
+
+    /// A row that cannot be read is a dead letter at once.
+    fn bury(&mut self, tag: u64, stored: &Stored, why: String) {
+        error!(
+            target: "laneway",
+            queue = %self.queue.name,
+            sequence = stored.sequence.0,
+            why,
+            "gap: a stored message cannot be read and becomes a dead letter"
+        );
+        let ending = Ending::Dead {
+            reason: DeadReason::Broken,
+            detail: why,
+            failed: Vec::new(),
+        };
+        self.to_settle.push(ToSettle {
+            settlement: Some(Settlement {
+                sequence: stored.sequence,
+                ending,
+            }),
+            then: Then::Broken(tag),
+        });
+    }
+
+    /// Takes this order and all that are there.
+    fn take_orders(&mut self, first: Order) {
+        self.take_order(first);
+        while let Ok(order) = self.orders.try_recv() {
+            self.take_order(order);
+        }
+    }
+
+    fn take_order(&mut self, order: Order) {
+        match order {
+            Order::Acknowledge(acks) => {
+                for ack in acks {
+                    for tag in self.feed.named(ack.tag.0, ack.multiple) {
+                        let Some(ended) = self.feed.ended(tag) else {
+                            continue;
+                        };
+                        self.to_settle.push(ToSettle {
+                            settlement: Some(Settlement {
+                                sequence: ended.sequence,
+                                ending: Ending::Handled,
+                            }),
+                            then: Then::Forget(ended.sequence),
+                        });
+                    }
+                }
+            }
+            Order::Start(sequence, done) => self.to_start.push((sequence, done)),
+            Order::Move {
+                tag,
+                settlement,
+                done,
+            } => {
+                let kept = match &settlement.ending {
+                    Ending::Retry { after, .. } => Some(Some(*after)),
+                    Ending::Hold { .. } => Some(None),
+                    _ => None,
+                };
+                self.to_settle.push(ToSettle {
+                    settlement: Some(settlement),
+                    then: Then::Answer { tag, kept, done },
+                });
+            }
+            Order::Committed(tag) => {
+                if let Some(ended) = self.feed.ended(tag) {
+                    self.feed.committed(ended.sequence);
+                }
+            }
+            Order::Barrier(done) => self.to_settle.push(ToSettle {
+                settlement: None,
+                then: Then::Barrier(done),
+            }),
+            Order::Close(done) => self.closing = Some(done),
+        }
+    }
+
+    fn settle(&mut self, lease: &Lease) -> Work<Settling> {
+        let count = self.to_settle.len().min(MOST_AT_ONCE);
+        let (settlements, then): (Vec<_>, Vec<_>) = self
+            .to_settle
+            .drain(..count)
+            .map(|step| (step.settlement, step.then))
+            .unzip();
+        let settlements: Vec<_> = settlements.into_iter().flatten().collect();
+        let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
+        let name = Arc::clone(&self.queue.name);
+        Box::pin(async move {
+            if settlements.is_empty() {
+                return (then, Ok(()));
+            }
+            let mut tries = Tries::new(name, "settled");
+            loop {
+                match store.settle(&lease, &settlements).await {
+                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    answered => return (then, answered.map(|_| ())),
+                }
+            }
+        })
+    }
+
+    fn settled(&mut self, then: Vec<Then>, result: Result<(), StoreError>) {
+        for then in then {
+            match then {
+                Then::Forget(sequence) => self.feed.committed(sequence),
+                Then::Answer { tag, kept, done } => {
+                    if result.is_ok() {
+                        match kept {
+                            Some(after) => {
+                                self.feed.kept(tag);
+                                if let Some(after) = after
+                                    && self.due.len() < MOST_DUE
+                                {
+                                    self.due.insert(Instant::now() + after);
+                                }
+                            }
+                            None => self.is_gone(tag),
+                        }
+                    }
+                    let _ = done.send(result.clone());
+                }
+                Then::Broken(tag) => self.is_gone(tag),
+                Then::Barrier(done) => {
+                    if result.is_ok() {
+                        let _ = done.send(());
+                    }
+                }
+            }
+        }
+    }
+
+    fn is_gone(&mut self, tag: u64) {
+        if let Some(ended) = self.feed.ended(tag) {
+            self.feed.committed(ended.sequence);
+        }
+    }
+
+    fn start(&mut self, lease: &Lease) -> Work<Starting> {
+        let (sequences, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
+        let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
+        let name = Arc::clone(&self.queue.name);
+        Box::pin(async move {
+            let mut tries = Tries::new(name, "counted as started");
+            loop {
+                match store.start(&lease, &sequences).await {
+                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    answered => return (waiting, answered),
+                }
+            }
+        })
+    }
+}
+
+/// Tries at a database that does not answer; told once.
+struct Tries {
+    queue: Arc<str>,
+    what: &'static str,
+    told: bool,
+}
+
+impl Tries {
+    fn new(queue: Arc<str>, what: &'static str) -> Self {
+        let told = false;
+        Self { queue, what, told }
+    }
+
+    async fn pause(&mut self, error: &StoreError) {
+        let Self { queue, what, told } = self;
+        if !*told {
+            warn!(target: "laneway", %queue, %error, "messages cannot be {what}; trying again");
+        }
+        *told = true;
+        tokio::time::sleep(AGAIN).await;
+    }
+}
+
+/// What is under way; never resolves if nothing is.
+async fn under_way<T>(under: &mut Option<Work<T>>) -> T {
+    match under {
+        Some(under) => under.await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn at(when: Option<Instant>) {
+    match when {
+        Some(when) => tokio::time::sleep_until(when.into()).await,
+        None => std::future::pending().await,
+    }
+}
