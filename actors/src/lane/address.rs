@@ -7,7 +7,7 @@ use actix::Addr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::mail::Mail;
-use super::{AskLane, Lane, LaneSnapshot, ToLane};
+use super::{AskLane, Lane, LaneSnapshot, Post, ToLane};
 use crate::endpoint::Endpoint;
 use crate::envelope::Delivery;
 use crate::key::{LaneCount, LaneIndex};
@@ -18,15 +18,18 @@ use crate::permits::Permit;
 /// another sender to its mailbox; here nobody clones one.)
 pub(crate) struct LaneLink {
     index: LaneIndex,
+    /// Its place among the lanes of its thread.
+    place: usize,
     mail: Arc<Mail>,
     addr: std::sync::OnceLock<Addr<Lane>>,
     tracks: AtomicUsize,
 }
 
 impl LaneLink {
-    pub(crate) fn new(index: LaneIndex, mail: &Arc<Mail>) -> Arc<Self> {
+    pub(crate) fn new(index: LaneIndex, place: usize, mail: &Arc<Mail>) -> Arc<Self> {
         Arc::new(Self {
             index,
+            place,
             mail: Arc::clone(mail),
             addr: std::sync::OnceLock::new(),
             tracks: AtomicUsize::new(0),
@@ -44,16 +47,16 @@ impl LaneLink {
     }
 
     /// Tells the lane something. To a lane that has stopped it says nothing.
-    pub(crate) fn tell(self: &Arc<Self>, message: ToLane) {
+    pub(crate) fn tell(&self, message: ToLane) {
         if self.is_connected() {
-            self.mail.post(Arc::clone(self), message);
+            self.mail.post(self.place, message);
         }
     }
 
-    /// The last step of a message's way, on the lane's own thread.
-    pub(super) fn deliver(&self, message: ToLane) {
+    /// The last step of the messages' way, on the lane's own thread.
+    pub(super) fn deliver(&self, messages: Vec<ToLane>) {
         if let Some(addr) = self.addr.get() {
-            addr.do_send(message);
+            addr.do_send(Post(messages));
         }
     }
 
@@ -62,7 +65,7 @@ impl LaneLink {
         self.addr.get().is_some_and(Addr::connected)
     }
 
-    pub(crate) fn granted(self: &Arc<Self>, ticket: Ticket, permit: Permit) {
+    pub(crate) fn granted(&self, ticket: Ticket, permit: Permit) {
         self.tell(ToLane::Granted(ticket, permit));
     }
 
@@ -77,6 +80,12 @@ impl LaneLink {
     pub(crate) async fn left(&self) -> Vec<String> {
         let addr = self.addr.get().expect("it was started");
         addr.send(super::AskLeft).await.expect("it is there")
+    }
+
+    /// Messages that wait for the carrier, of all lanes of the thread.
+    #[cfg(test)]
+    pub(crate) fn posted(&self) -> usize {
+        self.mail.posted()
     }
 
     pub(super) fn publish_load(&self, tracks: usize) {

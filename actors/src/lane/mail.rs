@@ -8,6 +8,9 @@
 //! 0.86 to 1.03 of a map of per-key queues written by hand: `src/docs/architecture.md`.)
 //!
 //! Promises that the messages of one sender reach a lane in the order in which they were sent.
+//!
+//! The carrier hands each lane its part as *one* actor message: a message of its own for each letter cost
+//! more than the lane's decision on it.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -24,14 +27,16 @@ pub(crate) struct Mail {
     carrier: OnceLock<Addr<Carrier>>,
 }
 
-/// Messages with the lanes they are for.
-type Letters = Vec<(Arc<LaneLink>, ToLane)>;
+/// Messages with the lanes they are for, named by their place among the lanes of the thread.
+type Letters = Vec<(usize, ToLane)>;
 
 impl Mail {
-    /// Starts the carrier on the thread of the lanes. Once, before anything is posted.
+    /// Starts the carrier on the thread of the lanes, the only ones for which is posted here. Once, before anything is
+    /// posted.
     pub(crate) fn start_carrier(
         self: &Arc<Self>,
         arbiter: Option<&ArbiterHandle>,
+        lanes: Vec<Arc<LaneLink>>,
         intensity: Intensity,
         on_death: impl FnOnce() + Send + 'static,
     ) {
@@ -39,6 +44,8 @@ impl Mail {
         let make = move |_: &mut Context<Carrier>| Carrier {
             mail,
             batch: Letters::new(),
+            parts: lanes.iter().map(|_| Vec::new()).collect(),
+            lanes,
         };
         // Cannot be set twice because only the supervisor does it, where it starts the endpoint.
         let _ = self
@@ -47,7 +54,7 @@ impl Mail {
     }
 
     /// Posts a message for a lane. When the carrier has ended it is dropped.
-    pub(super) fn post(&self, lane: Arc<LaneLink>, message: ToLane) {
+    pub(super) fn post(&self, lane: usize, message: ToLane) {
         let Some(carrier) = self.carrier.get().filter(|carrier| carrier.connected()) else {
             return;
         };
@@ -59,6 +66,13 @@ impl Mail {
         if first {
             carrier.do_send(Collect);
         }
+    }
+
+    /// Messages that wait for the carrier.
+    #[cfg(test)]
+    pub(super) fn posted(&self) -> usize {
+        let letters = self.letters.lock();
+        letters.unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Ends the carrier when it has handed on everything posted before.
@@ -80,8 +94,11 @@ struct Close;
 /// Hands on what was posted.
 struct Carrier {
     mail: Arc<Mail>,
+    lanes: Vec<Arc<LaneLink>>,
     /// Emptied and used again, so that no batch allocates.
     batch: Letters,
+    /// The batch by lane, each part in the order of posting.
+    parts: Vec<Vec<ToLane>>,
 }
 
 impl Carrier {
@@ -95,7 +112,12 @@ impl Carrier {
             std::mem::swap(&mut self.batch, &mut letters);
         }
         for (lane, message) in self.batch.drain(..) {
-            lane.deliver(message);
+            self.parts[lane].push(message);
+        }
+        for (lane, part) in self.lanes.iter().zip(&mut self.parts) {
+            if !part.is_empty() {
+                lane.deliver(std::mem::take(part));
+            }
         }
     }
 }

@@ -12,8 +12,9 @@ mod address;
 mod attempt;
 pub mod machine;
 mod mail;
+mod outbox;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,7 @@ pub use address::{LaneAddr, SendError};
 pub(crate) use address::{LaneGate, LaneLink};
 pub(crate) use attempt::RunEnd;
 pub(crate) use mail::Mail;
+pub(crate) use outbox::Outbox;
 
 use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, Identity, MessageId};
@@ -67,9 +69,12 @@ impl Item for Arc<Delivery> {
     }
 }
 
-/// What a lane is told.
+/// Everything that a lane is told at one time, in order.
 #[derive(Message)]
 #[rtype(result = "()")]
+struct Post(Vec<ToLane>);
+
+/// What a lane is told.
 pub(crate) enum ToLane {
     /// Deliveries of the source, in order.
     Offer(Vec<Arc<Delivery>>),
@@ -156,6 +161,7 @@ struct Hold {
 pub(crate) struct Lane {
     endpoint: Arc<Endpoint>,
     link: Arc<LaneLink>,
+    outbox: Arc<Outbox>,
     supervisor: Addr<EndpointSupervisor>,
     poison: Addr<PoisonHandler>,
     machine: Machine<Arc<Delivery>>,
@@ -179,6 +185,9 @@ pub(crate) struct Lane {
     /// copy is parked without another run.
     late_details: HashMap<Identity, String>,
     settled: Vec<Settled>,
+    /// What the lane was told and has not looked at. Here and not in the message that brought it: should one
+    /// of them make the lane panic, the restarted lane goes on with the next.
+    post: VecDeque<ToLane>,
     /// Nothing starts any more.
     drains: bool,
     /// Sessions that drain and are not quiet yet, and under which name that is told.
@@ -193,6 +202,7 @@ impl Lane {
     pub(crate) fn new(
         endpoint: Arc<Endpoint>,
         link: Arc<LaneLink>,
+        outbox: Arc<Outbox>,
         supervisor: Addr<EndpointSupervisor>,
         poison: Addr<PoisonHandler>,
     ) -> Self {
@@ -200,6 +210,7 @@ impl Lane {
             machine: Self::new_machine(&endpoint),
             endpoint,
             link,
+            outbox,
             supervisor,
             poison,
             effects: Vec::new(),
@@ -214,6 +225,7 @@ impl Lane {
             detail: None,
             late_details: HashMap::new(),
             settled: Vec::new(),
+            post: VecDeque::new(),
             drains: false,
             draining: BTreeMap::new(),
             forgetful: false,
@@ -679,8 +691,7 @@ impl Lane {
 
     fn tell_settled(&mut self) {
         if !self.settled.is_empty() {
-            let settled = std::mem::take(&mut self.settled);
-            self.supervisor.do_send(FromLane::Settled(settled));
+            self.outbox.put(&mut self.settled, &self.supervisor);
         }
     }
 
@@ -688,7 +699,7 @@ impl Lane {
         self.endpoint.fingerprint(delivery.key())
     }
 
-    /// After each message: tell the supervisor what ended, and set the alarm.
+    /// After each post: tell the supervisor what ended, and set the alarm.
     fn finish_pass(&mut self, ctx: &mut Context<Self>) {
         self.review_holds();
         self.tell_settled();
@@ -788,6 +799,11 @@ impl Run {
 
 impl Actor for Lane {
     type Context = Context<Self>;
+
+    fn started(&mut self, ctx: &mut Context<Self>) {
+        // After a restart: what came together with the message that panicked.
+        self.read_post(ctx);
+    }
 }
 
 impl Drop for Lane {
@@ -817,17 +833,38 @@ impl Supervised for Lane {
         self.timers.clear();
         self.since.clear();
         self.holds.clear();
-        self.settled.clear();
         self.alarm = None;
         self.forgetful = true;
+        // What has ended has, whatever panicked after it: were it not told, the copies would run again, and after
+        // successors that ran in the same pass.
+        self.tell_settled();
         self.supervisor.do_send(FromLane::Restarted);
     }
 }
 
-impl Handler<ToLane> for Lane {
+impl Handler<Post> for Lane {
     type Result = ();
 
-    fn handle(&mut self, message: ToLane, ctx: &mut Context<Self>) {
+    fn handle(&mut self, Post(post): Post, ctx: &mut Context<Self>) {
+        self.post.extend(post);
+        self.read_post(ctx);
+    }
+}
+
+impl Lane {
+    fn read_post(&mut self, ctx: &mut Context<Self>) {
+        while let Some(message) = self.post.pop_front() {
+            if matches!(message, ToLane::Stop) {
+                self.tell_settled();
+                ctx.stop();
+                return;
+            }
+            self.hear(message);
+        }
+        self.finish_pass(ctx);
+    }
+
+    fn hear(&mut self, message: ToLane) {
         match message {
             ToLane::Offer(_) if self.forgetful => {} // unsettled, so they come again
             ToLane::Offer(deliveries) => {
@@ -892,14 +929,10 @@ impl Handler<ToLane> for Lane {
                     }
                 }
             }
-            ToLane::Stop => {
-                ctx.stop();
-                return;
-            }
+            ToLane::Stop => {} // `read_post` sees to it
             #[cfg(any(test, feature = "testing"))]
             ToLane::Panic => panic!("a panic of the lane itself, asked for by a test"),
         }
-        self.finish_pass(ctx);
     }
 }
 

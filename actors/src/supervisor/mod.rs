@@ -20,7 +20,7 @@ mod start;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ use crate::balance::{Decision, Subscriptions};
 use crate::endpoint::Endpoint;
 use crate::envelope::{Delivery, Identity};
 use crate::key::LaneIndex;
-use crate::lane::{LaneGate, LaneLink, Mail, ToLane};
+use crate::lane::{LaneGate, LaneLink, Mail, Outbox, ToLane};
 use crate::mapping::MappingWatch;
 use crate::observe::{EndpointSnapshot, EndpointState, EventKind};
 use crate::outcome::Outcome;
@@ -59,7 +59,8 @@ const ABORT_PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(crate) enum FromLane {
-    Settled(Vec<Settled>),
+    /// There is something in the outbox of the lanes of one thread.
+    Settled(Arc<Outbox>),
     Forgotten(Identity, u32),
     /// The source has processed the acknowledgement of a message that ended without effect.
     BarrierPassed(Arc<Delivery>, Outcome),
@@ -134,6 +135,10 @@ pub struct EndpointSupervisor {
     shards: Vec<Shard>,
     lanes: Arc<Vec<Arc<LaneLink>>>,
     mails: Vec<Arc<Mail>>,
+    outboxes: Vec<Arc<Outbox>>,
+    /// What was collected from them and is being settled. Here, so that a panic in the middle loses only the one
+    /// outcome that it met.
+    settled: VecDeque<Settled>,
     gates: Arc<Vec<Arc<LaneGate>>>,
     draining_flag: Arc<AtomicBool>,
     /// Unsettled deliveries per lane, to find the least loaded one.
@@ -183,6 +188,27 @@ impl EndpointSupervisor {
             self.loads[lane] -= 1;
         }
         true
+    }
+
+    fn settle_collected(&mut self) {
+        while let Some(settled) = self.settled.pop_front() {
+            let Settled {
+                delivery,
+                outcome,
+                orphan,
+            } = settled;
+            let ended = !orphan && self.mark_ended(&delivery);
+            let finished = &mut self.shards[delivery.session().shard()].finished;
+            if ended {
+                finished.record(delivery.identity(), outcome);
+            } else {
+                let ending = Ending {
+                    outcome,
+                    late: orphan,
+                };
+                finished.record_late(delivery.identity(), ending);
+            }
+        }
     }
 
     fn flush(&mut self) {
@@ -274,6 +300,11 @@ impl Actor for EndpointSupervisor {
 
     fn started(&mut self, ctx: &mut Context<Self>) {
         ctx.run_interval(HOUSEKEEPING, Self::housekeeping);
+        // After a restart something may lie there whose message was the one that panicked.
+        for outbox in &self.outboxes {
+            outbox.collect(&mut self.settled);
+        }
+        self.settle_collected();
         if self.drain.is_some() {
             // Restarted after a panic in the middle of a drain.
             self.drain_at_once(ctx);
@@ -341,25 +372,9 @@ impl Handler<FromLane> for EndpointSupervisor {
 
     fn handle(&mut self, message: FromLane, ctx: &mut Context<Self>) {
         match message {
-            FromLane::Settled(settled) => {
-                for Settled {
-                    delivery,
-                    outcome,
-                    orphan,
-                } in settled
-                {
-                    let ended = !orphan && self.mark_ended(&delivery);
-                    let finished = &mut self.shards[delivery.session().shard()].finished;
-                    if ended {
-                        finished.record(delivery.identity(), outcome);
-                    } else {
-                        let ending = Ending {
-                            outcome,
-                            late: orphan,
-                        };
-                        finished.record_late(delivery.identity(), ending);
-                    }
-                }
+            FromLane::Settled(outbox) => {
+                outbox.collect(&mut self.settled);
+                self.settle_collected();
                 self.schedule_flush(ctx);
             }
             FromLane::Forgotten(identity, attempts) => {

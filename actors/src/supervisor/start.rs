@@ -1,6 +1,6 @@
 //! The start of an endpoint's actors.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -13,7 +13,7 @@ use crate::config::Problem;
 use crate::endpoint::{Counters, Endpoint};
 use crate::holds::Holds;
 use crate::key::LaneIndex;
-use crate::lane::{Lane, LaneGate, LaneLink, Mail};
+use crate::lane::{Lane, LaneGate, LaneLink, Mail, Outbox};
 use crate::mapping::MappingWatch;
 use crate::observe::{EndpointState, EventKind};
 use crate::permits::Permits;
@@ -72,9 +72,10 @@ impl EndpointSupervisor {
         let index = |lane: usize| LaneIndex::new(u32::try_from(lane).unwrap_or(u32::MAX));
         let threads = spec.arbiters.len().max(1);
         let mails: Vec<_> = (0..threads).map(|_| Arc::new(Mail::default())).collect();
+        let outboxes: Vec<_> = (0..threads).map(|_| Arc::new(Outbox::default())).collect();
         let lanes: Arc<Vec<_>> = Arc::new(
             (0..lane_count)
-                .map(|lane| LaneLink::new(index(lane), &mails[lane % threads]))
+                .map(|lane| LaneLink::new(index(lane), lane / threads, &mails[lane % threads]))
                 .collect(),
         );
         let gates: Arc<Vec<_>> = Arc::new(
@@ -93,6 +94,8 @@ impl EndpointSupervisor {
             shards,
             lanes: Arc::clone(&lanes),
             mails: mails.clone(),
+            outboxes: outboxes.clone(),
+            settled: VecDeque::new(),
             gates: Arc::clone(&gates),
             draining_flag,
             loads: vec![0; lane_count],
@@ -152,16 +155,19 @@ impl EndpointSupervisor {
         }
         for (number, mail) in mails.iter().enumerate() {
             let arbiter = spec.arbiters.get(number);
-            mail.start_carrier(arbiter, intensity, died(FromLane::CarrierDied));
+            let own = lanes.iter().skip(number).step_by(threads);
+            let own = own.cloned().collect();
+            mail.start_carrier(arbiter, own, intensity, died(FromLane::CarrierDied));
         }
         for (number, link) in lanes.iter().enumerate() {
             let arbiter = spec.arbiters.get(number % threads);
             let (endpoint, own_link) = (Arc::clone(&endpoint), Arc::clone(link));
+            let outbox = Arc::clone(&outboxes[number % threads]);
             let (supervisor, poison) = (addr.clone(), poison.clone());
             link.connect(restart::start(
                 arbiter,
                 intensity,
-                move |_| Lane::new(endpoint, own_link, supervisor, poison),
+                move |_| Lane::new(endpoint, own_link, outbox, supervisor, poison),
                 died(FromLane::LaneDied(index(number))),
             ));
         }

@@ -193,6 +193,73 @@ fn the_end_of_one_shards_session_does_not_let_a_restarted_lane_take_messages_of_
     });
 }
 
+/// What lies in one post behind the message that makes the lane panic is not lost with it. It is the end of the
+/// only attempt of a key: the key would wait for it for ever. And what lies before it is told as ended: its copy
+/// would run again.
+#[test]
+fn a_panic_of_a_lane_loses_nothing_else_of_its_post() {
+    play(async {
+        let world = World::new(1, false);
+        let gates = ["before", "behind"].map(|key| (key, watch::Sender::new(false)));
+        let waiting = gates.each_ref().map(|(key, gate)| (*key, gate.subscribe()));
+        let script: Script = Arc::new(move |message: &Numbered, _| {
+            let gate = waiting.iter().find(|(key, _)| *key == message.key);
+            Step::Wait(gate.expect("a key with a gate").1.clone())
+        });
+        let arbiter = Arbiter::new();
+        let arbiters = vec![arbiter.handle()];
+        let mut instance = Instance::start(&world, 0, &script, arbiters, |settings| {
+            settings.lanes = Some(1);
+            settings.handler_timeout = None;
+        });
+        instance.until("a session", connected).await;
+        for (key, _) in &gates {
+            world.publish(0, key);
+            world.running(key).await;
+        }
+        // The lane's thread stands still while these gather for it, in this order.
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        arbiter
+            .handle()
+            .spawn_fn(move || wait.recv().expect("told"));
+        let lane = &instance.handle.lanes[0];
+        for (number, (key, gate)) in gates.iter().enumerate() {
+            gate.send_replace(true);
+            world.handled(key, 1).await;
+            within("an end in the post", posted(lane, 2 * number + 1)).await;
+            if number == 0 {
+                lane.tell(ToLane::Panic);
+            }
+        }
+        go_on.send(()).expect("it waits");
+        let restarted =
+            |kind: &EventKind| matches!(kind, EventKind::ActorRestarted { actor: "lane" });
+        instance.until("the restart", restarted).await;
+        world.empty().await;
+        assert_eq!(
+            world.runs(),
+            2,
+            "both were handled, and the copies are known"
+        );
+        for (key, _) in &gates {
+            world.publish(0, key);
+            world.handled(key, 2).await;
+        }
+        world.empty().await;
+        let report = instance.handle.drain(HOUR).await;
+        assert_eq!((report.given_back, report.unfinished), (0, 0));
+        world.check();
+        arbiter.stop();
+    });
+}
+
+/// Waits until as many messages lie in the post for a lane's thread.
+async fn posted(lane: &crate::lane::LaneLink, many: usize) {
+    while lane.posted() < many {
+        tokio::task::yield_now().await;
+    }
+}
+
 /// A handler that blocks its thread cannot be stopped: it overlaps with the heir, once, and is shown.
 #[test]
 fn a_stuck_handler_does_not_hold_up_the_giving_of_its_session_and_keeps_its_key_when_the_shard_comes_back()
