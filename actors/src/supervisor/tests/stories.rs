@@ -219,9 +219,12 @@ fn a_panic_of_a_lane_loses_nothing_else_of_its_post() {
         }
         // The lane's thread stands still while these gather for it, in this order.
         let (go_on, wait) = std::sync::mpsc::channel::<()>();
-        arbiter
-            .handle()
-            .spawn_fn(move || wait.recv().expect("told"));
+        let (tell_still, still) = std::sync::mpsc::channel();
+        arbiter.handle().spawn_fn(move || {
+            tell_still.send(()).expect("heard");
+            wait.recv().expect("told");
+        });
+        still.recv().expect("it stands still");
         let lane = &instance.handle.lanes[0];
         for (number, (key, gate)) in gates.iter().enumerate() {
             gate.send_replace(true);
