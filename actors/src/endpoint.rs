@@ -4,7 +4,6 @@ use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tokio::runtime::Handle;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::EndpointConfig;
@@ -12,6 +11,7 @@ use crate::envelope::Delivery;
 use crate::handler::{ContextPublisher, HandlerSet};
 use crate::holds::Holds;
 use crate::key::{Fingerprint, Fingerprints, OrderingKey};
+use crate::lane::Crew;
 use crate::observe::{Event, EventKind, Events};
 use crate::outcome::{Outcome, PoisonReason};
 use crate::permits::Permits;
@@ -31,8 +31,8 @@ pub(crate) struct Endpoint {
     pub(crate) permits: Arc<Permits>,
     pub(crate) events: Events,
     pub(crate) fingerprints: Fingerprints,
-    /// Where handlers run.
-    pub(crate) runtime: Handle,
+    /// Runs the handlers.
+    pub(crate) crew: Arc<Crew>,
     pub(crate) counters: Counters,
     pub(crate) holds: Holds,
     /// Cancelled when a drain's deadline has passed.

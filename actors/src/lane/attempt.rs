@@ -1,4 +1,4 @@
-//! One attempt: the handler's future in a task of its own.
+//! One attempt: the handler's future, run by a task of the [`crew`](super::crew).
 //!
 //! Promises that the lane hears of the end of every attempt exactly once, *after* the handler's future
 //! has returned or was dropped and its permit has been given back: also when the handler panics,
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures::FutureExt;
-use tokio::task::AbortHandle;
+use futures::future::{AbortHandle, AbortRegistration, Abortable};
 
 use super::{LaneLink, RunId, ToLane};
 use crate::endpoint::{self, Endpoint};
@@ -76,17 +76,45 @@ impl Drop for Report {
     }
 }
 
-/// Spawns the attempt on the runtime of the handlers.
-pub(super) fn spawn(
+/// An attempt that may start: [`Crew`](super::crew::Crew) runs it.
+pub(super) struct Job {
+    endpoint: Arc<Endpoint>,
+    delivery: Arc<Delivery>,
+    attempt: u32,
+    aborted: AbortRegistration,
+    // Dropped in this order, should it never run.
+    permit: Permit,
+    report: Report,
+}
+
+impl Job {
+    /// Runs the attempt to its end. Aborted, it drops the handler's future before it returns.
+    pub(super) async fn run(self) {
+        let Self {
+            endpoint,
+            delivery,
+            attempt,
+            aborted,
+            permit,
+            report,
+        } = self;
+        let attempt = run_attempt(endpoint, delivery, attempt, permit, report);
+        // An error means that it was aborted, which its report says.
+        let _ = Abortable::new(attempt, aborted).await;
+    }
+}
+
+/// Prepares an attempt, and the handle by which it is aborted.
+pub(super) fn prepare(
     endpoint: &Arc<Endpoint>,
     lane: &Arc<LaneLink>,
     run: RunId,
     delivery: Arc<Delivery>,
     attempt: u32,
     mut permit: Permit,
-) -> AbortHandle {
+) -> (Job, AbortHandle) {
     permit.use_up();
-    // Made before the task, so that it reports even if the task is never polled.
+    // Made here, so that it reports even if the attempt never runs.
     let report = Report {
         endpoint: Arc::clone(endpoint),
         delivery: Arc::clone(&delivery),
@@ -95,8 +123,16 @@ pub(super) fn spawn(
         attempt,
         end: RunEnd::Dropped,
     };
-    let task = run_attempt(Arc::clone(endpoint), delivery, attempt, permit, report);
-    endpoint.runtime.spawn(task).abort_handle()
+    let (abort, aborted) = AbortHandle::new_pair();
+    let job = Job {
+        endpoint: Arc::clone(endpoint),
+        delivery,
+        attempt,
+        aborted,
+        permit,
+        report,
+    };
+    (job, abort)
 }
 
 async fn run_attempt(

@@ -10,6 +10,7 @@
 
 mod address;
 mod attempt;
+mod crew;
 pub mod machine;
 mod mail;
 mod outbox;
@@ -21,12 +22,14 @@ use std::time::{Duration, Instant};
 use actix::{
     Actor, ActorContext, Addr, AsyncContext, Context, Handler, Message, SpawnHandle, Supervised,
 };
+use futures::future::AbortHandle;
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
 
 pub use address::{LaneAddr, SendError};
 pub(crate) use address::{LaneGate, LaneLink};
+use attempt::Job;
 pub(crate) use attempt::RunEnd;
+pub(crate) use crew::Crew;
 pub(crate) use mail::Mail;
 pub(crate) use outbox::Outbox;
 
@@ -170,6 +173,8 @@ pub(crate) struct Lane {
     scratch: Vec<Effect<Arc<Delivery>>>,
     runs: HashMap<RunId, Run>,
     next_run: u64,
+    /// Attempts that start at the end of this pass.
+    starting: Vec<Job>,
     /// Ends of back-offs.
     timers: BTreeMap<(Instant, Ticket), ()>,
     alarm: Option<(Instant, SpawnHandle)>,
@@ -217,6 +222,7 @@ impl Lane {
             scratch: Vec::new(),
             runs: HashMap::new(),
             next_run: 0,
+            starting: Vec::new(),
             timers: BTreeMap::new(),
             alarm: None,
             holds: BTreeMap::new(),
@@ -446,7 +452,7 @@ impl Lane {
             .and_then(|bound| Instant::now().checked_add(bound));
         let id = RunId(self.next_run);
         self.next_run += 1;
-        let abort = attempt::spawn(
+        let (job, abort) = attempt::prepare(
             &self.endpoint,
             &self.link,
             id,
@@ -465,6 +471,7 @@ impl Lane {
             reported_stuck: false,
         };
         self.runs.insert(id, run);
+        self.starting.push(job);
     }
 
     /// The session does not allow a start: it has ended (its end is about to be reported here, and is
@@ -699,8 +706,11 @@ impl Lane {
         self.endpoint.fingerprint(delivery.key())
     }
 
-    /// After each post: tell the supervisor what ended, and set the alarm.
+    /// After each post: start what may start, tell the supervisor what ended, and set the alarm.
     fn finish_pass(&mut self, ctx: &mut Context<Self>) {
+        if !self.starting.is_empty() {
+            self.endpoint.crew.put(&mut self.starting);
+        }
         self.review_holds();
         self.tell_settled();
         self.link.publish_load(self.machine.tracks());
@@ -735,6 +745,7 @@ impl Lane {
             self.since.remove(&ticket);
             self.feed(Event::BackoffElapsed(ticket), None);
         }
+        self.endpoint.crew.look_after(now);
         let mut overstaying = Vec::new();
         for run in self.runs.values_mut() {
             if run.aborted.is_none() && run.abort_at.is_some_and(|at| at <= now) {
@@ -828,6 +839,8 @@ impl Supervised for Lane {
             let head = Arc::clone(&run.delivery);
             run.ticket = self.machine.adopt_running(head, run.attempt);
         }
+        // They are aborted, like all runs, and report that they were dropped.
+        self.starting.clear();
         self.effects.clear();
         self.scratch.clear();
         self.timers.clear();

@@ -13,7 +13,7 @@ use crate::config::Problem;
 use crate::endpoint::{Counters, Endpoint};
 use crate::holds::Holds;
 use crate::key::LaneIndex;
-use crate::lane::{Lane, LaneGate, LaneLink, Mail, Outbox};
+use crate::lane::{Crew, Lane, LaneGate, LaneLink, Mail, Outbox};
 use crate::mapping::MappingWatch;
 use crate::observe::{EndpointState, EventKind};
 use crate::permits::Permits;
@@ -56,7 +56,7 @@ impl EndpointSupervisor {
             attempts: spec.attempts,
             events: spec.events,
             fingerprints: spec.fingerprints,
-            runtime,
+            crew: Crew::new(runtime),
             counters: Counters::default(),
             holds: Holds::new(&credits),
             cancel: CancellationToken::new(),

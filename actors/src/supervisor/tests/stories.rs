@@ -256,6 +256,53 @@ fn a_panic_of_a_lane_loses_nothing_else_of_its_post() {
     });
 }
 
+/// As many handlers as the runtime has threads block in place, and all were put into the crew's queue at one
+/// time. The runtime has another thread then, and what was put in with them starts on it.
+#[test]
+fn handlers_that_block_in_place_do_not_keep_others_from_starting() {
+    play(async {
+        let world = World::new(1, false);
+        let (unblock, blocked) = std::sync::mpsc::channel();
+        let blocked = Arc::new(Mutex::new(blocked));
+        let script: Script =
+            Arc::new(
+                move |message: &Numbered, _| match message.key.starts_with("blocks") {
+                    true => Step::BlockInPlace(Arc::clone(&blocked)),
+                    false => Step::Succeed,
+                },
+            );
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let arbiter = Arbiter::new();
+        let arbiters = vec![arbiter.handle()];
+        let mut instance = Instance::start(&world, 0, &script, arbiters, |settings| {
+            settings.lanes = Some(1);
+            settings.concurrency = u32::try_from(threads).expect("few") + 1;
+            settings.handler_timeout = None;
+        });
+        instance.until("a session", connected).await;
+        // The lane's thread stands still while they gather for it.
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        arbiter
+            .handle()
+            .spawn_fn(move || wait.recv().expect("told"));
+        let blocking: Vec<_> = (0..threads).map(|n| format!("blocks-{n}")).collect();
+        for key in blocking.iter().map(String::as_str).chain(["other"]) {
+            world.publish(0, key);
+        }
+        within("messages in flight", in_flight(&instance, threads + 1)).await;
+        go_on.send(()).expect("it waits");
+        world.handled("other", 1).await;
+        for _ in &blocking {
+            unblock.send(()).expect("it blocks");
+        }
+        world.empty().await;
+        let report = instance.handle.drain(HOUR).await;
+        assert_eq!((report.given_back, report.unfinished), (0, 0));
+        world.check();
+        arbiter.stop();
+    });
+}
+
 /// Waits until as many messages lie in the post for a lane's thread.
 async fn posted(lane: &crate::lane::LaneLink, many: usize) {
     while lane.posted() < many {

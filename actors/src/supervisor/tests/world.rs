@@ -186,6 +186,8 @@ pub(super) enum Step {
     Wait(watch::Receiver<bool>),
     /// Blocks its thread until something is sent.
     Block(Arc<Mutex<std::sync::mpsc::Receiver<()>>>),
+    /// The same, and tells the runtime that it does.
+    BlockInPlace(Arc<Mutex<std::sync::mpsc::Receiver<()>>>),
 }
 
 pub(super) struct World {
@@ -584,6 +586,9 @@ impl Instance {
                     // The time a handler takes.
                     Step::Take(time) => tokio::time::sleep(time).await,
                     Step::Block(until) => lock(&until).recv().expect("sent"),
+                    Step::BlockInPlace(until) => {
+                        tokio::task::block_in_place(|| lock(&until).recv().expect("sent"));
+                    }
                     Step::Fail => return Err(Failure::transient("as the script says")),
                     Step::Wait(mut gate) => {
                         gate.wait_for(|open| *open)
