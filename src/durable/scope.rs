@@ -180,6 +180,7 @@ impl<DB: Database> TransactionScope<DB> {
             return Err(rolled_back(why));
         };
         let Some(lease) = claim.link.lease.get() else {
+            claim.link.state.end();
             return Err(CommitError::SessionEnded);
         };
         loop {

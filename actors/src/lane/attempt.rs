@@ -29,7 +29,8 @@ pub(crate) enum RunEnd {
         /// The error's text.
         detail: String,
     },
-    /// The handler was not called: the session had ended, or its proof of life was too old.
+    /// The handler was not called: the session had ended, or its proof of life was too old. Or it was, and its
+    /// session ended before its transaction was known to be committed: nothing can be said of it here.
     NotStarted,
     /// The future was dropped before it had returned.
     Dropped,
@@ -185,7 +186,8 @@ async fn run_attempt(
             Ok(()) => None,
             Err(Unfinished::Failed(failure)) => Some(failure),
             Err(Unfinished::SessionEnded) => {
-                report.end = RunEnd::Dropped;
+                // Whether it took effect is seen by whoever has the message next.
+                report.end = RunEnd::NotStarted;
                 return;
             }
         },
