@@ -4,17 +4,18 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use laneway_actors::port::{Destination, PublishError};
+use laneway_actors::port::{Destination, Draft, PublishError};
 use laneway_actors::{
-    DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointState, Envelope, Event,
-    Events, Fingerprint, HoldEnd, Message, OrderingKey, header,
+    ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointState,
+    Envelope, Event, Events, Fingerprint, HoldEnd, Message, OrderingKey, header,
 };
 use tokio::sync::{Mutex, broadcast};
 
 use crate::builder::BusBuilder;
 use crate::host::Host;
+use crate::local::Invocables;
 use crate::parked::{Parked, ParkedError, ParkedPlaces};
-use crate::publish::BusPublisher;
+use crate::publish::{Bound, BusPublisher};
 use crate::transport::Transport;
 
 /// Why [`Bus::run_until`] ended without being asked to.
@@ -54,12 +55,13 @@ pub struct Bus {
 pub(crate) struct Inner {
     pub(crate) endpoints: Vec<EndpointHandle>,
     pub(crate) publisher: Arc<BusPublisher>,
+    pub(crate) invocables: Invocables,
     pub(crate) parked: ParkedPlaces,
     pub(crate) events: Events,
     pub(crate) drain_deadline: Duration,
     pub(crate) host: Mutex<Option<Host>>,
     /// Keeps connections open until the last handle is gone.
-    pub(crate) _transport: Arc<dyn Transport>,
+    pub(crate) _transport: Option<Arc<dyn Transport>>,
 }
 
 /// The state of a bus at one moment.
@@ -107,15 +109,20 @@ impl Bus {
         BusBuilder::new()
     }
 
-    /// Publishes a message to where its type goes, under the key its route gives it. Resolves when the
-    /// broker has confirmed it.
+    /// Publishes a message to everywhere its type goes: to each [local queue](BusBuilder::handler) of the type, and to
+    /// its [route](BusBuilder::publishes), under the key that a rule gives it. Resolves when the broker has confirmed
+    /// it, and the local queues have it; handling is not waited for. A full buffered queue is waited for
+    /// ([`LocalQueueBuilder::bound`](crate::LocalQueueBuilder::bound)).
+    ///
+    /// Where the bus has local handlers, a message that nobody handles is no error; see [`send`](Self::send).
     ///
     /// # Errors
     /// [`PublishError`]. After [`PublishError::Unknown`] the message may have been sent; Laneway never
-    /// sends one again by itself.
+    /// sends one again by itself. After an error no buffered queue has it.
     ///
     /// # Cancellation
-    /// Dropping the future leaves it unknown whether the message is sent.
+    /// Dropping the future leaves it unknown whether the message is sent, where it has a route. While it waits for a
+    /// buffered queue nothing is sent yet.
     pub async fn publish<T: Message>(&self, message: &T) -> Result<(), PublishError> {
         self.publish_with(message, None).await
     }
@@ -138,15 +145,43 @@ impl Bus {
         key: Option<OrderingKey>,
     ) -> Result<(), PublishError> {
         let publisher = &self.inner.publisher;
-        let Some(route) = publisher.routes.get(T::TYPE) else {
-            return Err(PublishError::NoDestination(T::TYPE.to_owned()));
-        };
-        let envelope = Envelope::of(message, route.encoding)
+        let envelope = Envelope::of(message, publisher.encoding(T::TYPE))
             .map_err(|error| PublishError::Encode(error.to_string()))?;
-        let key = key.or_else(|| route.key_of(message));
-        publisher
-            .send(route.destination.clone(), &route.key_header, envelope, key)
-            .await
+        let draft = Draft {
+            message_type: T::TYPE,
+            envelope,
+            key: key.or_else(|| publisher.key_of(T::TYPE, message)),
+        };
+        publisher.publish_draft(draft, Bound::Hard).await
+    }
+
+    /// Like [`publish`](Self::publish), for a message that somebody must handle.
+    ///
+    /// # Errors
+    /// [`PublishError::NoHandler`] where its type has neither a local handler nor a route; see
+    /// [`publish`](Self::publish).
+    pub async fn send<T: Message>(&self, message: &T) -> Result<(), PublishError> {
+        self.handled::<T>()?;
+        self.publish_with(message, None).await
+    }
+
+    /// Like [`send`](Self::send), under this key.
+    ///
+    /// # Errors
+    /// See [`send`](Self::send).
+    pub async fn send_keyed<T: Message>(
+        &self,
+        message: &T,
+        key: impl Into<OrderingKey>,
+    ) -> Result<(), PublishError> {
+        self.handled::<T>()?;
+        self.publish_with(message, Some(key.into())).await
+    }
+
+    fn handled<T: Message>(&self) -> Result<(), PublishError> {
+        let handled = self.inner.publisher.is_handled(T::TYPE);
+        let error = || PublishError::NoHandler(T::TYPE.to_owned());
+        handled.then_some(()).ok_or_else(error)
     }
 
     /// Publishes a message, as JSON, to a queue that no route names. The key goes into the header

@@ -78,6 +78,7 @@ mod endpoint;
 mod entries;
 mod feed;
 mod host;
+mod local;
 pub mod parked;
 pub mod prelude;
 mod publish;
@@ -95,11 +96,12 @@ pub use endpoint::{EndpointBuilder, Strategy, TransportAffinity};
 pub use laneway_actors as actors;
 pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
-    Backoff, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope, Event,
-    EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler, HeaderValue,
-    Headers, HoldEnd, HoldOver, Keyed, Message, MessageId, OrderingKey, Outcome, PoisonMode,
-    PoisonReason, Problem, WaitReason, WaitingKey,
+    Backoff, Cascade, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope,
+    Event, EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler,
+    HeaderValue, Headers, HoldEnd, HoldOver, Keyed, KeyedMessages, Message, MessageId, OrderingKey,
+    Outcome, PoisonMode, PoisonReason, Problem, WaitReason, WaitingKey, WithKey,
 };
+pub use local::{InvokeError, LocalQueueBuilder, ModuleBuilder};
 pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
