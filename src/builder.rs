@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use laneway_actors::port::SourceError;
 use laneway_actors::{
-    ContextPublisher, EndpointSpec, Events, FailureRules, Fingerprints, Message, Problem,
-    check_endpoint,
+    ContextPublisher, EndpointSettings, EndpointSpec, Events, FailureRules, Fingerprints, Message,
+    Problem, check_endpoint,
 };
 use tokio::runtime::Handle;
 use tokio::sync::Mutex;
@@ -19,6 +19,9 @@ use crate::endpoint::EndpointBuilder;
 use crate::entries::Entries;
 use crate::feed::Feed;
 use crate::host::Host;
+use crate::local::durable::DurableQueues;
+use crate::local::plan::{LocalBuilder, Plan, Taken};
+use crate::local::{self, Invocables, LocalQueues};
 use crate::parked::ParkedPlaces;
 use crate::publish::BusPublisher;
 use crate::routing::{RouteBuilder, Routes};
@@ -58,6 +61,9 @@ pub struct BusBuilder {
     rules: FailureRules,
     type_rules: Vec<(&'static str, FailureRules)>,
     rules_missing: bool,
+    pub(crate) local: LocalBuilder,
+    pub(crate) store: Option<Box<dyn DurableQueues>>,
+    pub(crate) stores_said: u32,
 }
 
 type HeaderOfQueue<'a> = &'a dyn Fn(&str) -> Option<Arc<str>>;
@@ -77,6 +83,9 @@ impl BusBuilder {
             rules: FailureRules::new(),
             type_rules: Vec::new(),
             rules_missing: false,
+            local: LocalBuilder::default(),
+            store: None,
+            stores_said: 0,
         }
     }
 
@@ -195,7 +204,11 @@ impl BusBuilder {
         let mut problem = |setting: &str, what: &str| {
             problems.push(Problem::new("", setting, what));
         };
-        if self.transports_said == 0 {
+        let local_only = !self.local.handlers.is_empty()
+            && self.endpoints.is_empty()
+            && self.routes.is_empty()
+            && self.topology.is_empty();
+        if self.transports_said == 0 && !local_only {
             problem(
                 "transport",
                 "none is chosen: use `memory(MemoryBroker::new())` or `rabbitmq(RabbitMq::at(url))`",
@@ -204,20 +217,24 @@ impl BusBuilder {
         if self.transports_said > 1 {
             problem("transport", "is chosen more than once; keep one");
         }
+        if self.stores_said > 1 {
+            problem("store", "is given more than once; keep one");
+        }
         for what in self.topology.problems() {
             problem("topology", &what);
         }
         if self.rules_missing {
             problem("on_failure", "names no rule; add one or remove it");
         }
-        if !self.rules.is_empty() && self.endpoints.is_empty() {
+        if !self.rules.is_empty() && self.endpoints.is_empty() && self.local.handlers.is_empty() {
             problem(
                 "on_failure",
                 "has no effect without an endpoint; add one or remove it",
             );
         }
         for (name, _) in &self.type_rules {
-            if !self.endpoints.iter().any(|endpoint| endpoint.handles(name)) {
+            let mut endpoints = self.endpoints.iter();
+            if !endpoints.any(|endpoint| endpoint.handles(name)) && !self.local.handles(name) {
                 problem(
                     "on_failure_of",
                     &format!(
@@ -226,7 +243,27 @@ impl BusBuilder {
                 );
             }
         }
+        let taken = Taken {
+            endpoints: self
+                .endpoints
+                .iter()
+                .map(|one| &*one.settings.name)
+                .collect(),
+            topology: &self.topology,
+        };
+        let plan = self.local.plan(&taken, &mut problems);
+        let mut topology = self.topology;
         let mut endpoints = self.endpoints;
+        endpoints.extend(local::endpoint::on_broker(&plan, &mut topology));
+        let mut problem = |setting: &str, what: &str| {
+            problems.push(Problem::new("", setting, what));
+        };
+        if self.transport.is_none() && local_only && plan.on_broker().next().is_some() {
+            problem(
+                "transport",
+                "a local queue is `on_broker()`, and no transport is chosen: use `memory(MemoryBroker::new())` or `rabbitmq(RabbitMq::at(url))`",
+            );
+        }
         for (number, endpoint) in endpoints.iter().enumerate() {
             let name = &endpoint.settings.name;
             if endpoints[..number]
@@ -237,7 +274,7 @@ impl BusBuilder {
             }
             if let Some(other) = endpoints[..number]
                 .iter()
-                .find(|other| meet(other, endpoint, &self.topology))
+                .find(|other| meet(other, endpoint, &topology))
             {
                 problem(
                     "queue",
@@ -251,7 +288,7 @@ impl BusBuilder {
         let mut feeds = Vec::new();
         for endpoint in &mut endpoints {
             endpoint.share_rules(&self.type_rules, &self.rules);
-            feeds.push(endpoint.finish(&self.topology, &mut problems));
+            feeds.push(endpoint.finish(&topology, &mut problems));
         }
         let mut routes = Routes::default();
         let header_of_queue = |queue: &str| {
@@ -260,34 +297,43 @@ impl BusBuilder {
                 .find(|endpoint| endpoint.queue == queue)
                 .and_then(EndpointBuilder::key_header)
         };
-        let entries = Entries::of(&self.topology);
+        let entries = Entries::of(&topology);
         for add in self.routes {
             add(&mut routes, &header_of_queue, &entries, &mut problems);
         }
-        let Some(transport) = self.transport else {
-            for (endpoint, feed) in endpoints.iter().zip(&feeds) {
-                check_alone(endpoint, feed.as_ref(), &mut problems);
-            }
-            return Err(ConfigError { problems });
-        };
-        problems.extend(transport.problems());
-        for what in transport.topology_problems(&self.topology) {
-            problems.push(Problem::new("", "topology", what));
+        for queue in plan.on_broker() {
+            routes.add_on_broker(queue.message_type, &queue.name, &mut problems);
         }
-        let publisher = Arc::new(BusPublisher::new(routes, entries, transport.publisher()));
+        local::plan::check(&plan, &routes, &mut problems);
+        let invocables = Invocables::of(&plan);
+        let rules = (&self.type_rules[..], &self.rules);
+        let mut store = self.store;
+        let (locals, local_specs) =
+            local_endpoints(plan, store.as_deref_mut(), rules, &mut problems);
+        if let Some(transport) = &self.transport {
+            problems.extend(transport.problems());
+            for what in transport.topology_problems(&topology) {
+                problems.push(Problem::new("", "topology", what));
+            }
+        }
+        let port = self
+            .transport
+            .as_ref()
+            .map(|transport| transport.publisher());
+        let publisher = Arc::new(BusPublisher::new(routes, entries, locals, port));
         let events = Events::default();
         let mut specs = Vec::new();
         let mut parked = ParkedPlaces::new(self.fingerprints.clone());
         for (endpoint, feed) in endpoints.into_iter().zip(feeds) {
-            let Some((feed, queue)) = feed
+            let fed = feed
                 .as_ref()
-                .and_then(|feed| Some((feed, feed.queues.first()?)))
-            else {
+                .and_then(|feed| Some((feed, feed.queues.first()?)));
+            let (Some((feed, queue)), Some(transport)) = (fed, &self.transport) else {
                 // A problem already; the others are found without it.
                 check_alone(&endpoint, feed.as_ref(), &mut problems);
                 continue;
             };
-            parked.add(&endpoint.settings.name, &feed.queues, &*transport);
+            parked.add(&endpoint.settings.name, &feed.queues, &**transport);
             let names: Vec<_> = feed.queues.iter().map(|queue| queue.name.clone()).collect();
             let group = feed.group.as_ref();
             let membership = group.and_then(|group| transport.membership(group, &names));
@@ -298,10 +344,6 @@ impl BusBuilder {
             let sources = feed.queues.iter().map(|queue| transport.source(queue));
             let spec = EndpointSpec {
                 parking: transport.parking(queue),
-                publisher: Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>),
-                events: events.clone(),
-                fingerprints: self.fingerprints.clone(),
-                runtime: self.runtime.clone(),
                 membership,
                 mapping: feed.mapping,
                 ..EndpointSpec::sharded(
@@ -311,22 +353,60 @@ impl BusBuilder {
                     endpoint.handlers,
                 )
             };
-            add_new(&mut problems, spec.check().err());
             specs.push(spec);
+        }
+        for spec in local_specs {
+            parked.add_without(&spec.settings.name);
+            specs.push(spec);
+        }
+        for spec in &mut specs {
+            add_new(&mut problems, spec.check().err());
+            spec.publisher = Some(Arc::clone(&publisher) as Arc<dyn ContextPublisher>);
+            spec.events = events.clone();
+            spec.fingerprints = self.fingerprints.clone();
+            spec.runtime.clone_from(&self.runtime);
         }
         if !problems.is_empty() {
             return Err(ConfigError { problems });
         }
         Ok(ReadyBus {
-            transport,
-            topology: self.topology,
+            transport: self.transport,
+            store,
+            topology,
             specs,
             publisher,
+            invocables,
             parked,
+            fingerprints: self.fingerprints,
             events,
             drain_deadline: self.drain_deadline,
         })
     }
+}
+
+/// The endpoints of the local queues, and the queues as publishers see them.
+fn local_endpoints(
+    plan: Plan,
+    mut store: Option<&mut (dyn DurableQueues + 'static)>,
+    (type_rules, bus_rules): (&[(&'static str, FailureRules)], &FailureRules),
+    problems: &mut Vec<Problem>,
+) -> (LocalQueues, Vec<EndpointSpec>) {
+    let mut locals = LocalQueues::new(plan.keys.clone(), plan.any);
+    locals.sink = store.as_ref().map(|store| store.sink());
+    let mut specs = Vec::new();
+    for queue in plan.local() {
+        let share = |settings: &mut EndpointSettings| {
+            let mine = type_rules.iter();
+            let mine = mine.filter(|(name, _)| *name == queue.message_type);
+            settings.type_rules = mine.cloned().collect();
+            settings.bus_rules = bus_rules.clone();
+        };
+        match local::endpoint::spec(queue, store.as_deref_mut(), &mut locals, share) {
+            Ok(spec) => specs.push(spec),
+            Err(problem) => problems.push(problem),
+        }
+    }
+    (locals, specs)
 }
 
 /// Whether two endpoints consume the same queue.
@@ -366,11 +446,14 @@ fn add_new(problems: &mut Vec<Problem>, found: Option<Vec<Problem>>) {
 
 /// A checked configuration, not started yet.
 pub struct ReadyBus {
-    transport: Arc<dyn Transport>,
+    transport: Option<Arc<dyn Transport>>,
+    store: Option<Box<dyn DurableQueues>>,
     topology: Topology,
     specs: Vec<EndpointSpec>,
     publisher: Arc<BusPublisher>,
+    invocables: Invocables,
     parked: ParkedPlaces,
+    fingerprints: Fingerprints,
     events: Events,
     drain_deadline: Duration,
 }
@@ -401,12 +484,24 @@ impl ReadyBus {
         }
         let to_error = |problems| ConfigError { problems };
         self.apply_topology().await.map_err(to_error)?;
+        // Before the endpoints: their messages are in it. Dropped again if those do not start.
+        let store = match self.store {
+            Some(store) => {
+                let started = store.start(Arc::clone(&self.publisher)).await;
+                let problem = |what| to_error(vec![Problem::new("", "store", what)]);
+                Some(started.map_err(problem)?)
+            }
+            None => None,
+        };
         let (host, endpoints) = Host::start(self.specs).await.map_err(to_error)?;
         Ok(Bus {
             inner: Arc::new(Inner {
                 endpoints,
                 publisher: self.publisher,
+                store,
+                invocables: self.invocables,
                 parked: self.parked,
+                fingerprints: self.fingerprints,
                 events: self.events,
                 drain_deadline: self.drain_deadline,
                 host: Mutex::new(Some(host)),
@@ -418,7 +513,10 @@ impl ReadyBus {
     /// Declares what is declared and checks what is named, in the order that keeps maps of keys alive. The
     /// sources of the endpoints check their queues once more, as they do for whoever uses them alone.
     async fn apply_topology(&self) -> Result<(), Vec<Problem>> {
-        let applied = self.transport.apply(&self.topology).await;
+        let Some(transport) = &self.transport else {
+            return Ok(());
+        };
+        let applied = transport.apply(&self.topology).await;
         let errors = applied.err().into_iter().flatten();
         let mut problems = Vec::new();
         for error in errors {

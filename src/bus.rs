@@ -4,17 +4,20 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use laneway_actors::port::{Destination, PublishError};
+use laneway_actors::port::{Destination, Draft, PublishError};
 use laneway_actors::{
-    DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointState, Envelope, Event,
-    Events, Fingerprint, HoldEnd, Message, OrderingKey, header,
+    ContextPublisher, DrainReport, Encoding, EndpointHandle, EndpointSnapshot, EndpointState,
+    Envelope, Event, Events, Fingerprint, Fingerprints, HoldEnd, Message, MessageId, OrderingKey,
+    header,
 };
 use tokio::sync::{Mutex, broadcast};
 
 use crate::builder::BusBuilder;
 use crate::host::Host;
+use crate::local::Invocables;
+use crate::local::durable::{HeldMessage, RunningStore};
 use crate::parked::{Parked, ParkedError, ParkedPlaces};
-use crate::publish::BusPublisher;
+use crate::publish::{Bound, BusPublisher};
 use crate::transport::Transport;
 
 /// Why [`Bus::run_until`] ended without being asked to.
@@ -29,6 +32,9 @@ pub enum RunError {
     },
 }
 
+/// Held messages that are looked through at once.
+const HELD_AT_ONCE: u32 = 1_000;
+
 /// Why a hold could not be ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -39,6 +45,21 @@ pub enum HoldError {
     /// Nothing is held under this fingerprint (any more).
     #[error("no key with the fingerprint {0} is held")]
     NotHeld(Fingerprint),
+    /// The store did not answer, or refused. Whether the hold has ended is unknown.
+    #[error("the store cannot end holds now: {0}")]
+    Store(String),
+}
+
+/// A key that is held by a durable queue.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeldKey {
+    /// Its fingerprint; `None` for a message without a key.
+    pub key: Option<Fingerprint>,
+    /// The message at its head.
+    pub message: Option<MessageId>,
+    /// Attempts made.
+    pub attempts: u32,
 }
 
 /// A running bus. Cheap to clone, `Send + Sync`, works from any runtime.
@@ -54,12 +75,15 @@ pub struct Bus {
 pub(crate) struct Inner {
     pub(crate) endpoints: Vec<EndpointHandle>,
     pub(crate) publisher: Arc<BusPublisher>,
+    pub(crate) store: Option<Arc<dyn RunningStore>>,
+    pub(crate) invocables: Invocables,
     pub(crate) parked: ParkedPlaces,
+    pub(crate) fingerprints: Fingerprints,
     pub(crate) events: Events,
     pub(crate) drain_deadline: Duration,
     pub(crate) host: Mutex<Option<Host>>,
     /// Keeps connections open until the last handle is gone.
-    pub(crate) _transport: Arc<dyn Transport>,
+    pub(crate) _transport: Option<Arc<dyn Transport>>,
 }
 
 /// The state of a bus at one moment.
@@ -107,15 +131,20 @@ impl Bus {
         BusBuilder::new()
     }
 
-    /// Publishes a message to where its type goes, under the key its route gives it. Resolves when the
-    /// broker has confirmed it.
+    /// Publishes a message to everywhere its type goes: to each [local queue](BusBuilder::handler) of the type, and to
+    /// its [route](BusBuilder::publishes), under the key that a rule gives it. Resolves when the broker has confirmed
+    /// it, and the local queues have it; handling is not waited for. A full buffered queue is waited for
+    /// ([`LocalQueueBuilder::bound`](crate::LocalQueueBuilder::bound)).
+    ///
+    /// Where the bus has local handlers, a message that nobody handles is no error; see [`send`](Self::send).
     ///
     /// # Errors
     /// [`PublishError`]. After [`PublishError::Unknown`] the message may have been sent; Laneway never
-    /// sends one again by itself.
+    /// sends one again by itself. After an error no buffered queue has it.
     ///
     /// # Cancellation
-    /// Dropping the future leaves it unknown whether the message is sent.
+    /// Dropping the future leaves it unknown whether the message is sent, where it has a route. While it waits for a
+    /// buffered queue nothing is sent yet.
     pub async fn publish<T: Message>(&self, message: &T) -> Result<(), PublishError> {
         self.publish_with(message, None).await
     }
@@ -138,15 +167,43 @@ impl Bus {
         key: Option<OrderingKey>,
     ) -> Result<(), PublishError> {
         let publisher = &self.inner.publisher;
-        let Some(route) = publisher.routes.get(T::TYPE) else {
-            return Err(PublishError::NoDestination(T::TYPE.to_owned()));
-        };
-        let envelope = Envelope::of(message, route.encoding)
+        let envelope = Envelope::of(message, publisher.encoding(T::TYPE))
             .map_err(|error| PublishError::Encode(error.to_string()))?;
-        let key = key.or_else(|| route.key_of(message));
-        publisher
-            .send(route.destination.clone(), &route.key_header, envelope, key)
-            .await
+        let draft = Draft {
+            message_type: T::TYPE,
+            envelope,
+            key: key.or_else(|| publisher.key_of(T::TYPE, message)),
+        };
+        publisher.publish_draft(draft, Bound::Hard).await
+    }
+
+    /// Like [`publish`](Self::publish), for a message that somebody must handle.
+    ///
+    /// # Errors
+    /// [`PublishError::NoHandler`] where its type has neither a local handler nor a route; see
+    /// [`publish`](Self::publish).
+    pub async fn send<T: Message>(&self, message: &T) -> Result<(), PublishError> {
+        self.handled::<T>()?;
+        self.publish_with(message, None).await
+    }
+
+    /// Like [`send`](Self::send), under this key.
+    ///
+    /// # Errors
+    /// See [`send`](Self::send).
+    pub async fn send_keyed<T: Message>(
+        &self,
+        message: &T,
+        key: impl Into<OrderingKey>,
+    ) -> Result<(), PublishError> {
+        self.handled::<T>()?;
+        self.publish_with(message, Some(key.into())).await
+    }
+
+    fn handled<T: Message>(&self) -> Result<(), PublishError> {
+        let handled = self.inner.publisher.is_handled(T::TYPE);
+        let error = || PublishError::NoHandler(T::TYPE.to_owned());
+        handled.then_some(()).ok_or_else(error)
     }
 
     /// Publishes a message, as JSON, to a queue that no route names. The key goes into the header
@@ -192,10 +249,61 @@ impl Bus {
         let handle = self.endpoint(endpoint);
         let handle = handle.ok_or_else(|| HoldError::NoEndpoint(endpoint.to_owned()))?;
         if handle.end_hold(key, end).await {
-            Ok(())
-        } else {
-            Err(HoldError::NotHeld(key))
+            return Ok(());
         }
+        if let Some(store) = self.store_of(endpoint) {
+            let is_it = |held: &HeldMessage| self.fingerprint(held) == Some(key);
+            let mut after = 0;
+            loop {
+                let page = store.held(endpoint, after, HELD_AT_ONCE).await;
+                let page = page.map_err(HoldError::Store)?;
+                let Some(last) = page.last() else { break };
+                after = last.sequence;
+                if let Some(held) = page.iter().find(|held| is_it(held)) {
+                    let ended = store.end_hold(endpoint, held.sequence, end).await;
+                    return match ended.map_err(HoldError::Store)? {
+                        true => Ok(()),
+                        false => Err(HoldError::NotHeld(key)),
+                    };
+                }
+            }
+        }
+        Err(HoldError::NotHeld(key))
+    }
+
+    /// The keys that a durable queue holds ([`PoisonMode::KeepKey`](crate::PoisonMode::KeepKey)), on whatever node,
+    /// the one held longest in the queue's order first; at most `limit`. Holds of other endpoints are in their
+    /// [snapshots](Self::snapshot).
+    ///
+    /// # Errors
+    /// [`HoldError`].
+    pub async fn held(&self, endpoint: &str, limit: u32) -> Result<Vec<HeldKey>, HoldError> {
+        if self.endpoint(endpoint).is_none() {
+            return Err(HoldError::NoEndpoint(endpoint.to_owned()));
+        }
+        let Some(store) = self.store_of(endpoint) else {
+            return Ok(Vec::new());
+        };
+        let held = store.held(endpoint, 0, limit).await;
+        let held = held.map_err(HoldError::Store)?.into_iter();
+        Ok(held
+            .map(|held| HeldKey {
+                key: self.fingerprint(&held),
+                message: held.message,
+                attempts: held.attempts,
+            })
+            .collect())
+    }
+
+    /// The store, if the endpoint is a durable queue.
+    fn store_of(&self, endpoint: &str) -> Option<&Arc<dyn RunningStore>> {
+        let durable = self.inner.publisher.is_durable(endpoint);
+        self.inner.store.as_ref().filter(|_| durable)
+    }
+
+    fn fingerprint(&self, held: &HeldMessage) -> Option<Fingerprint> {
+        let key = held.key.as_ref();
+        key.map(|key| self.inner.fingerprints.of(key))
     }
 
     /// Everything that happens from now on, at every endpoint. A subscriber that falls behind by more than
@@ -277,6 +385,9 @@ impl Bus {
         let mut host = self.inner.host.lock().await;
         if let Some(mut host) = host.take() {
             host.stop().await;
+            if let Some(store) = &self.inner.store {
+                store.stop().await;
+            }
         }
         ShutdownReport { endpoints }
     }

@@ -75,12 +75,12 @@ mod builder;
 mod bus;
 pub mod docs;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
-#[expect(dead_code, reason = "the bus uses it next")]
 pub mod durable;
 mod endpoint;
 mod entries;
 mod feed;
 mod host;
+mod local;
 pub mod parked;
 pub mod prelude;
 mod publish;
@@ -100,9 +100,10 @@ pub use laneway_actors::port::{Destination, PublishError};
 pub use laneway_actors::{
     Backoff, Cascade, Context, DrainReport, Encoding, EndpointSnapshot, EndpointState, Envelope,
     Event, EventKind, Failure, FailureKind, FailureRule, FailureRules, Fingerprint, Handler,
-    HeaderValue, Headers, HoldEnd, HoldOver, Keyed, Message, MessageId, OrderingKey, Outcome,
-    PoisonMode, PoisonReason, Problem, WaitReason, WaitingKey, WithKey,
+    HeaderValue, Headers, HoldEnd, HoldOver, Keyed, KeyedMessages, Message, MessageId, OrderingKey,
+    Outcome, PoisonMode, PoisonReason, Problem, WaitReason, WaitingKey, WithKey,
 };
+pub use local::{InvokeError, LocalQueueBuilder, ModuleBuilder};
 pub use parked::{Parked, ParkedError};
 pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;

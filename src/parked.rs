@@ -275,6 +275,11 @@ impl ParkedPlaces {
         self.places.insert(endpoint.into(), place);
     }
 
+    /// Adds an endpoint whose queue keeps no poison messages.
+    pub(crate) fn add_without(&mut self, endpoint: &str) {
+        self.places.insert(endpoint.into(), None);
+    }
+
     pub(crate) fn of(&self, endpoint: &str) -> Result<Parked, ParkedError> {
         let Some((name, place)) = self.places.get_key_value(endpoint) else {
             return Err(ParkedError::UnknownEndpoint {

@@ -6,6 +6,8 @@
 //! before it could know of the failure, and sending it now would overtake the message that the other
 //! caller may send again.
 //!
+//! A message goes to the local queues of its type, to its route, or to both.
+//!
 //! Messages without a key go out at once. Where a key's queue is chosen among several, [`Entries`] chooses.
 
 use std::any::Any;
@@ -14,27 +16,37 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::future::BoxFuture;
-use laneway_actors::port::{Destination, Outgoing, PublishError, Publisher};
+use laneway_actors::port::{Destination, Draft, Outgoing, PublishError, Publisher};
 use laneway_actors::{ContextPublisher, Encoding, Envelope, OrderingKey};
 use tokio::sync::oneshot;
 
 use crate::entries::{Entries, Resolved};
+use crate::local::LocalQueues;
+use crate::local::address::{Addressed, Target};
 use crate::routing::Routes;
 
 /// Publishes for a bus and its handlers.
 pub(crate) struct BusPublisher {
     pub(crate) routes: Routes,
     entries: Entries,
-    port: Arc<dyn Publisher>,
+    local: LocalQueues,
+    /// None where there are local queues only.
+    port: Option<Arc<dyn Publisher>>,
     gates: Arc<Gates>,
     closed: AtomicBool,
 }
 
 impl BusPublisher {
-    pub(crate) fn new(routes: Routes, entries: Entries, port: Arc<dyn Publisher>) -> Self {
+    pub(crate) fn new(
+        routes: Routes,
+        entries: Entries,
+        local: LocalQueues,
+        port: Option<Arc<dyn Publisher>>,
+    ) -> Self {
         Self {
             routes,
             entries,
+            local,
             port,
             gates: Arc::default(),
             closed: AtomicBool::new(false),
@@ -44,6 +56,100 @@ impl BusPublisher {
     /// Refuses everything from now on.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Release);
+        self.local.close();
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// The local subscriber queues of a type, in the order of their names.
+    pub(crate) fn targets(&self, message_type: &str) -> &[Target] {
+        self.local.targets(message_type)
+    }
+
+    /// Whether a local queue is a durable one.
+    pub(crate) fn is_durable(&self, queue: &str) -> bool {
+        self.local.is_durable(queue)
+    }
+
+    /// Where a message goes. Pure.
+    pub(crate) fn addressed(&self, draft: &Draft) -> Addressed {
+        let route = self.routes.get(draft.message_type).is_some();
+        self.local.addressed(draft, route)
+    }
+
+    /// Whether anybody is known to handle messages of a type: here, or behind a route.
+    pub(crate) fn is_handled(&self, message_type: &str) -> bool {
+        !self.targets(message_type).is_empty() || self.routes.get(message_type).is_some()
+    }
+
+    /// Where a message goes that is published in a transaction. Pure.
+    ///
+    /// # Errors
+    /// [`PublishError::Refused`] for one that a transaction cannot take along.
+    #[cfg(any(feature = "postgres", feature = "sqlite"))]
+    pub(crate) fn addressed_in_transaction(
+        &self,
+        draft: &Draft,
+    ) -> Result<Addressed, PublishError> {
+        let (message_type, addressed) = (draft.message_type, self.addressed(draft));
+        if addressed.route {
+            return Err(PublishError::Refused(format!(
+                "messages of type `{message_type}` go to the transport, which a transaction cannot reach without an outbox, and that does not exist yet; publish it outside of the transaction, or keep the type in a local queue"
+            )));
+        }
+        if !self.is_handled(message_type) && !self.local.has_handlers() {
+            return Err(PublishError::NoDestination(message_type.to_owned()));
+        }
+        Ok(addressed)
+    }
+
+    /// Sends a message to everywhere its type goes.
+    ///
+    /// The places in buffered queues are taken first, and filled last, which cannot fail: so after an error no buffered
+    /// queue has it. Between the durable queues, which have it all or none, and the route there is no such tie.
+    pub(crate) fn publish_draft(
+        &self,
+        draft: Draft,
+        bound: Bound,
+    ) -> BoxFuture<'static, Result<(), PublishError>> {
+        let fail = |error| -> BoxFuture<'static, _> { Box::pin(async move { Err(error) }) };
+        if self.is_closed() {
+            return fail(PublishError::ShutDown);
+        }
+        let message_type = draft.message_type;
+        if !self.is_handled(message_type) && !self.local.has_handlers() {
+            return fail(PublishError::NoDestination(message_type.to_owned()));
+        }
+        let Addressed {
+            durable, buffered, ..
+        } = self.addressed(&draft);
+        let route = self.routes.get(message_type).map(|route| {
+            let destination = route.destination.clone();
+            self.send(destination, &route.key_header, draft.envelope, draft.key)
+        });
+        if durable.is_empty() && buffered.is_empty() {
+            return route.unwrap_or_else(|| Box::pin(async { Ok(()) }));
+        }
+        let stored = match &self.local.sink {
+            Some(sink) if !durable.is_empty() => Some(sink.enqueue(durable)),
+            _ => None,
+        };
+        Box::pin(async move {
+            let mut slots = Vec::new();
+            for item in buffered.iter().filter(|_| bound == Bound::Hard) {
+                let slot = item.queue.slot().await;
+                slots.push(slot.ok_or(PublishError::ShutDown)?);
+            }
+            if let Some(stored) = stored {
+                stored.await?;
+            }
+            if let Some(route) = route {
+                route.await?;
+            }
+            LocalQueues::put(buffered, slots)
+        })
     }
 
     /// Stamps the key and sends.
@@ -54,7 +160,7 @@ impl BusPublisher {
         mut envelope: Envelope,
         key: Option<OrderingKey>,
     ) -> BoxFuture<'static, Result<(), PublishError>> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             return Box::pin(async { Err(PublishError::ShutDown) });
         }
         let resolved = self.resolve(destination, key_header, &mut envelope, key.as_ref());
@@ -62,7 +168,10 @@ impl BusPublisher {
             Ok(resolved) => resolved,
             Err(error) => return Box::pin(async move { Err(error) }),
         };
-        let port = Arc::clone(&self.port);
+        let Some(port) = self.port.clone() else {
+            let what = "not sent: the bus has no transport";
+            return Box::pin(async { Err(PublishError::Refused(what.to_owned())) });
+        };
         let outgoing = Outgoing {
             destination,
             envelope,
@@ -115,24 +224,35 @@ impl ContextPublisher for BusPublisher {
         envelope: Envelope,
         key: Option<OrderingKey>,
     ) -> BoxFuture<'static, Result<(), PublishError>> {
-        match self.routes.get(message_type) {
-            Some(route) => self.send(route.destination.clone(), &route.key_header, envelope, key),
-            None => {
-                let error = PublishError::NoDestination(message_type.to_owned());
-                Box::pin(async move { Err(error) })
-            }
-        }
+        let draft = Draft {
+            message_type,
+            envelope,
+            key,
+        };
+        // A handler that waited for a place could wait for itself.
+        self.publish_draft(draft, Bound::Soft)
     }
 
     fn encoding(&self, message_type: &'static str) -> Encoding {
-        self.routes
-            .get(message_type)
-            .map_or(Encoding::default(), |route| route.encoding)
+        let of_route = self.routes.get(message_type).map(|route| route.encoding);
+        let of_queue = || self.local.encoding(message_type);
+        of_route.or_else(of_queue).unwrap_or_default()
     }
 
     fn key_of(&self, message_type: &'static str, message: &dyn Any) -> Option<OrderingKey> {
-        self.routes.get(message_type)?.key_of(message)
+        let route = self.routes.get(message_type);
+        let of_route = route.and_then(|route| route.key_of(message));
+        of_route.or_else(|| self.local.key_of(message_type, message))
     }
+}
+
+/// Whether a message waits for a place in a bounded queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bound {
+    /// It waits: it comes from outside.
+    Hard,
+    /// It does not: it comes from a handler.
+    Soft,
 }
 
 /// One gate per key with an unconfirmed message.

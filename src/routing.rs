@@ -16,6 +16,7 @@ pub struct RouteBuilder<T> {
     encoding: Encoding,
     key_header: Option<Arc<str>>,
     key: Option<KeyOf>,
+    and_local: bool,
     message: PhantomData<fn(&T)>,
 }
 
@@ -28,6 +29,7 @@ impl<T: Message> RouteBuilder<T> {
             encoding: Encoding::default(),
             key_header: None,
             key: None,
+            and_local: false,
             message: PhantomData,
         }
     }
@@ -82,6 +84,14 @@ impl<T: Message> RouteBuilder<T> {
         self
     }
 
+    /// Messages go to the local queues of the type too. Without this a route wins over local queues, and so a type
+    /// with both is refused.
+    #[must_use]
+    pub fn and_local_queues(mut self) -> Self {
+        self.and_local = true;
+        self
+    }
+
     /// How the body is encoded. Defaults to JSON.
     #[must_use]
     pub fn encoding(mut self, encoding: Encoding) -> Self {
@@ -95,12 +105,20 @@ pub(crate) struct Route {
     pub(crate) destination: Destination,
     pub(crate) encoding: Encoding,
     pub(crate) key_header: Arc<str>,
+    /// It does not stand instead of local queues.
+    pub(crate) and_local: bool,
+    /// It leads to the type's queue that lives on the transport.
+    pub(crate) on_broker: bool,
     key: Option<KeyOf>,
 }
 
 impl Route {
     pub(crate) fn key_of(&self, message: &dyn Any) -> Option<OrderingKey> {
         self.key.as_ref().and_then(|key| key(message))
+    }
+
+    pub(crate) fn has_key(&self) -> bool {
+        self.key.is_some()
     }
 }
 
@@ -113,6 +131,37 @@ pub(crate) struct Routes {
 impl Routes {
     pub(crate) fn get(&self, message_type: &str) -> Option<&Route> {
         self.by_type.get(message_type)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&'static str, &Route)> {
+        self.by_type.iter().map(|(name, route)| (*name, route))
+    }
+
+    /// Adds the route to the queue of a type that lives on the transport.
+    pub(crate) fn add_on_broker(
+        &mut self,
+        message_type: &'static str,
+        queue: &str,
+        problems: &mut Vec<Problem>,
+    ) {
+        if let Some(known) = self.by_type.get(message_type) {
+            let what = if known.on_broker {
+                "messages of its type have another queue `on_broker()`, and one of a type may live there: keep this one local, or declare an exchange with `topology(…)`, publish to it, and consume its queues with `endpoint(…)`"
+            } else {
+                "messages of its type have a route already (`publishes`), which is not where this queue is; remove one of them"
+            };
+            problems.push(Problem::new(queue, "on_broker", what));
+            return;
+        }
+        let route = Route {
+            destination: Destination::Queue(queue.into()),
+            encoding: Encoding::MessagePack,
+            key_header: header::ORDERING_KEY.into(),
+            and_local: false,
+            on_broker: true,
+            key: None,
+        };
+        self.by_type.insert(message_type, route);
     }
 
     /// Adds a route. `header_of_queue` gives the header by which an endpoint of this bus orders a queue;
@@ -172,6 +221,8 @@ impl Routes {
                 destination,
                 encoding: route.encoding,
                 key_header,
+                and_local: route.and_local,
+                on_broker: false,
                 key: route.key,
             },
         );

@@ -99,6 +99,7 @@ mod envelope;
 mod handler;
 mod holds;
 mod key;
+mod keyed;
 pub mod lane;
 mod mapping;
 mod message;
@@ -129,6 +130,7 @@ pub use handler::{
 pub use key::{
     Fingerprint, Fingerprints, Keyed, LaneCount, LaneIndex, OrderingKey, ShardCount, ShardIndex,
 };
+pub use keyed::{KeySelector, KeyedMessages};
 pub use lane::machine::HoldEnd;
 pub use lane::{LaneAddr, SendError};
 pub use mapping::{MappingEpoch, MappingWatch};

@@ -343,6 +343,9 @@ pub enum PublishError {
     /// Not sent: no destination is configured for this type.
     #[error("no destination is configured for messages of type `{0}`")]
     NoDestination(String),
+    /// Not sent: it was to be handled by somebody, and its type has neither a handler here nor a route.
+    #[error("nobody handles messages of type `{0}`: they have no handler here and no route")]
+    NoHandler(String),
     /// Not sent: the payload could not be encoded.
     #[error("the message could not be encoded: {0}")]
     Encode(String),

@@ -7,11 +7,11 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 
 use super::engine::{Running, Slot};
-use super::outgoing::Addressing;
+use crate::publish::BusPublisher;
 use crate::store::{QueueIdentity, StoreError, TransactionalStore};
 
 /// Settings of a store, with which a bus starts it.
-pub trait StoreConfig: Send + 'static {
+pub trait StoreConfig: Send + Sync + 'static {
     /// The store.
     type Store: TransactionalStore;
 
@@ -43,7 +43,7 @@ impl StoreConfig for crate::store::postgres::PostgresConfig {
 }
 
 /// The same with its type erased.
-pub(super) trait AnyConfig: Send {
+pub(super) trait AnyConfig: Send + Sync {
     fn is_shared(&self) -> bool;
 
     /// Once.
@@ -51,7 +51,7 @@ pub(super) trait AnyConfig: Send {
         self: Box<Self>,
         slot: Arc<Slot>,
         queues: Vec<QueueIdentity>,
-        addressing: Arc<dyn Addressing>,
+        publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> BoxFuture<'static, Result<Running, StoreError>>;
 }
@@ -65,7 +65,7 @@ impl<C: StoreConfig> AnyConfig for C {
         self: Box<Self>,
         slot: Arc<Slot>,
         queues: Vec<QueueIdentity>,
-        addressing: Arc<dyn Addressing>,
+        publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> BoxFuture<'static, Result<Running, StoreError>> {
         let starting = async move { StoreConfig::start(*self).await };
@@ -73,7 +73,7 @@ impl<C: StoreConfig> AnyConfig for C {
             slot,
             starting,
             queues,
-            addressing,
+            publisher,
             remember_ids_for,
         ))
     }

@@ -16,9 +16,9 @@ use tracing::warn;
 use super::keeper::Keeper;
 use super::lent::Lent;
 use super::link::Claim;
-use super::outgoing::Addressing;
 use super::scope::TransactionScope;
 use super::sink::Sink;
+use crate::publish::BusPublisher;
 use crate::store::{QueueIdentity, Store, StoreError, TransactionalStore};
 
 /// Threads of the store.
@@ -58,7 +58,7 @@ pub(super) struct Engine {
     pub(super) keeper: Arc<Keeper>,
     pub(super) lent: Lent,
     pub(super) sink: Sink,
-    pub(super) addressing: Arc<dyn Addressing>,
+    pub(super) publisher: Arc<BusPublisher>,
     pub(super) runtime: Handle,
 }
 
@@ -81,9 +81,9 @@ impl Engine {
 }
 
 /// The store of a running bus. Dropping it stops everything at once, as a crash would.
-pub(crate) struct Running {
-    slot: Arc<Slot>,
-    runtime: Option<Runtime>,
+pub(super) struct Running {
+    pub(super) slot: Arc<Slot>,
+    runtime: Mutex<Option<Runtime>>,
 }
 
 impl Running {
@@ -95,7 +95,7 @@ impl Running {
         slot: Arc<Slot>,
         starting: impl Future<Output = Result<S, StoreError>> + Send + 'static,
         queues: Vec<QueueIdentity>,
-        addressing: Arc<dyn Addressing>,
+        publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> Result<Self, StoreError> {
         let runtime = Builder::new_multi_thread()
@@ -106,16 +106,11 @@ impl Running {
             .map_err(|error| StoreError::Refused {
                 what: format!("the threads of the store cannot be started: {error}"),
             })?;
+        let handle = runtime.handle().clone();
         // Made now, so that the threads end if the store does not start.
         let running = Self {
             slot,
-            runtime: Some(runtime),
-        };
-        let handle = running.runtime.as_ref().map(Runtime::handle).cloned();
-        let Some(handle) = handle else {
-            return Err(StoreError::Refused {
-                what: "the threads of the store are gone".to_owned(),
-            });
+            runtime: Mutex::new(Some(runtime)),
         };
         let started = handle.spawn(async move {
             let store = Arc::new(starting.await?);
@@ -140,7 +135,7 @@ impl Running {
             me: MemberId::unique(),
             keeper: Arc::default(),
             lent: Lent::default(),
-            addressing,
+            publisher,
             runtime: handle.clone(),
             store,
         });
@@ -153,7 +148,7 @@ impl Running {
     }
 
     /// Closes the store. Whatever is under way fails.
-    pub(crate) async fn stop(mut self) {
+    pub(super) async fn stop(&self) {
         let engine = self.slot.lock().take();
         if let Some(engine) = engine {
             engine.store.close().await;
@@ -161,8 +156,10 @@ impl Running {
         self.end_threads();
     }
 
-    fn end_threads(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
+    fn end_threads(&self) {
+        let runtime = self.runtime.lock();
+        let runtime = runtime.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(runtime) = runtime {
             runtime.shutdown_background();
         }
     }

@@ -8,8 +8,9 @@ use laneway_actors::port::{Draft, PublishError};
 use laneway_actors::{ContextPublisher, Envelope, Message, OrderingKey};
 use sqlx::{Database, Transaction};
 
-use super::engine::{Engine, Slot};
-use super::outgoing::ToQueue;
+use super::engine::{Engine, Running};
+use crate::bus::Bus;
+use crate::local::address::ToQueue;
 use crate::store::{self, Placed, StoreError};
 
 /// Why messages were not enqueued in a transaction.
@@ -154,47 +155,95 @@ pub(super) fn lend(
     }
 }
 
-/// Enqueues a batch in a transaction of the application's.
-pub(super) async fn enqueue_in<DB: Database>(
-    slot: &Slot,
-    publisher: &dyn ContextPublisher,
-    transaction: &mut Transaction<'_, DB>,
-    batch: Batch,
-) -> Result<Enqueued, EnqueueError> {
-    let engine = slot.engine().ok_or(EnqueueError::NoStore)?;
-    let store = engine
-        .transactional::<DB>()
-        .ok_or(EnqueueError::OtherDatabase)?;
-    let mut rows = Vec::new();
-    let mut originals = Vec::new();
-    for item in batch.0 {
-        let (draft, original) = (item.encode)(publisher, item.key)?;
-        let addressed = engine.addressing.address(&draft)?;
-        if !addressed.after_commit.is_empty() {
-            let what = format!(
-                "messages of type `{}` go to a queue in memory, which cannot take part in a transaction; make the queue `durable()`",
-                draft.message_type
-            );
-            return Err(PublishError::Refused(what).into());
-        }
-        // There is one object: the first queue gets it.
-        let mut original = Some(original);
-        for to in addressed.durable {
-            let due = item.due;
-            let (row, _) = ToQueue { due, ..to }.into_row();
-            rows.push(row);
-            originals.push(original.take());
-        }
+impl Bus {
+    /// Enqueues one message in a transaction of the application's own, on the database of the bus's store, for every
+    /// durable queue of its type: it exists when, and only if, that transaction commits. To be called last before the
+    /// commit, since the message's key stays locked until then; for several messages there is
+    /// [`enqueue_all`](Self::enqueue_all).
+    ///
+    /// ```
+    /// # use laneway::prelude::*;
+    /// # use serde::{Deserialize, Serialize};
+    /// #[derive(Serialize, Deserialize)]
+    /// struct Paid { order: u64 }
+    /// impl Message for Paid { const TYPE: &'static str = "paid"; }
+    ///
+    /// # #[cfg(feature = "sqlite")]
+    /// async fn pay(bus: &Bus, pool: &sqlx::SqlitePool, order: u64) -> Result<(), Box<dyn std::error::Error>> {
+    ///     let mut transaction = pool.begin_with("BEGIN IMMEDIATE").await?;
+    ///     sqlx::query("UPDATE orders SET paid = true WHERE id = ?")
+    ///         .bind(order as i64)
+    ///         .execute(&mut *transaction)
+    ///         .await?;
+    ///     let enqueued = bus.enqueue_in(&mut transaction, Paid { order }).await?;
+    ///     transaction.commit().await?;
+    ///     enqueued.committed();
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// [`EnqueueError`]. Roll the transaction back then; after a [conflict](StoreError::Conflict) try all of it again.
+    ///
+    /// # Cancellation
+    /// Dropping the future leaves it open whether the message is in the transaction: roll that back.
+    pub async fn enqueue_in<DB: Database, T: Message>(
+        &self,
+        transaction: &mut Transaction<'_, DB>,
+        message: T,
+    ) -> Result<Enqueued, EnqueueError> {
+        self.enqueue_all(transaction, Batch::new().message(message))
+            .await
     }
-    let queues = rows.iter().map(|row| row.queue.clone()).collect();
-    let stored = match rows.is_empty() {
-        true => None,
-        false => Some(store.enqueue_in(transaction, rows).await?),
-    };
-    Ok(Enqueued {
-        stored,
-        engine,
-        queues,
-        originals,
-    })
+
+    /// Enqueues messages of any types in a transaction of the application's own; see [`enqueue_in`](Self::enqueue_in).
+    ///
+    /// # Errors
+    /// See there. None of them is in the transaction then.
+    pub async fn enqueue_all<DB: Database>(
+        &self,
+        transaction: &mut Transaction<'_, DB>,
+        batch: Batch,
+    ) -> Result<Enqueued, EnqueueError> {
+        let publisher = &*self.inner.publisher;
+        let running = self.inner.store.as_ref();
+        let running = running.and_then(|store| store.as_any().downcast_ref::<Running>());
+        let engine = running.and_then(|running| running.slot.engine());
+        let engine = engine.ok_or(EnqueueError::NoStore)?;
+        let store = engine
+            .transactional::<DB>()
+            .ok_or(EnqueueError::OtherDatabase)?;
+        let mut rows = Vec::new();
+        let mut originals = Vec::new();
+        for item in batch.0 {
+            let (draft, original) = (item.encode)(publisher, item.key)?;
+            let addressed = publisher.addressed_in_transaction(&draft)?;
+            if !addressed.buffered.is_empty() {
+                let what = format!(
+                    "messages of type `{}` go to a queue in memory, which cannot take part in a transaction; make the queue `durable()`",
+                    draft.message_type
+                );
+                return Err(PublishError::Refused(what).into());
+            }
+            // There is one object: the first queue gets it.
+            let mut original = Some(original);
+            for to in addressed.durable {
+                let due = item.due;
+                let (row, _) = super::into_row(ToQueue { due, ..to });
+                rows.push(row);
+                originals.push(original.take());
+            }
+        }
+        let queues = rows.iter().map(|row| row.queue.clone()).collect();
+        let stored = match rows.is_empty() {
+            true => None,
+            false => Some(store.enqueue_in(transaction, rows).await?),
+        };
+        Ok(Enqueued {
+            stored,
+            engine,
+            queues,
+            originals,
+        })
+    }
 }

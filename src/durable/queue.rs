@@ -132,10 +132,9 @@ pub(crate) struct DurableParking {
 }
 
 impl DurableParking {
-    pub(super) fn of(queue: &str) -> Self {
-        Self {
-            name: format!("dead letters of {queue}"),
-        }
+    pub(super) fn of(queue: &str) -> Arc<dyn Parking> {
+        let name = format!("dead letters of {queue}");
+        Arc::new(Self { name })
     }
 }
 

@@ -25,7 +25,8 @@ use tokio::sync::OwnedMutexGuard;
 
 use super::engine::Engine;
 use super::link::{Claim, Order};
-use super::outgoing::{Addressed, AfterCommit};
+use crate::local::LocalQueues;
+use crate::local::address::{ToBuffered, ToQueue};
 use crate::store::{Ending, Enqueued, Settlement, StoreError, TransactionalStore};
 
 /// Pause before the database is asked again.
@@ -35,6 +36,13 @@ const COMMIT: Duration = Duration::from_secs(5);
 
 type Slot<DB> = Option<Transaction<'static, DB>>;
 
+/// What a handler has published so far.
+#[derive(Default)]
+struct Published {
+    durable: Vec<ToQueue>,
+    buffered: Vec<ToBuffered>,
+}
+
 /// The transaction of one attempt. It begins when the handler first asks for it, else at the commit.
 pub(super) struct TransactionScope<DB: Database> {
     engine: Arc<Engine>,
@@ -42,7 +50,7 @@ pub(super) struct TransactionScope<DB: Database> {
     /// `None` where the handler was called directly: there is nothing to settle.
     claim: Option<Arc<Claim>>,
     transaction: Arc<tokio::sync::Mutex<Slot<DB>>>,
-    published: Mutex<Addressed>,
+    published: Mutex<Published>,
 }
 
 impl<DB: Database> TransactionScope<DB> {
@@ -61,13 +69,13 @@ impl<DB: Database> TransactionScope<DB> {
     }
 
     fn take_down(&self, draft: &Draft) -> Result<(), PublishError> {
-        let addressed = self.engine.addressing.address(draft)?;
+        let addressed = self.engine.publisher.addressed_in_transaction(draft)?;
         let published = &mut self
             .published
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         published.durable.extend(addressed.durable);
-        published.after_commit.extend(addressed.after_commit);
+        published.buffered.extend(addressed.buffered);
         Ok(())
     }
 
@@ -89,10 +97,7 @@ impl<DB: Database> TransactionScope<DB> {
         let mut slot = self.transaction.try_lock().map_err(|_| {
             rolled_back("the handler has returned and still holds its transaction; drop it first")
         })?;
-        let Addressed {
-            durable,
-            after_commit,
-        } = std::mem::take(
+        let Published { durable, buffered } = std::mem::take(
             &mut *self
                 .published
                 .lock()
@@ -101,7 +106,7 @@ impl<DB: Database> TransactionScope<DB> {
         let mut transaction = match slot.take() {
             Some(transaction) => transaction,
             None if self.claim.is_none() && durable.is_empty() => {
-                send(after_commit).await;
+                send(buffered);
                 return Ok(());
             }
             None => self.begin().await.map_err(rolled_back)?,
@@ -121,10 +126,7 @@ impl<DB: Database> TransactionScope<DB> {
                 Err(error) => return Err(rolled_back(error)),
             }
         }
-        let (rows, originals): (Vec<_>, Vec<_>) = durable
-            .into_iter()
-            .map(super::outgoing::ToQueue::into_row)
-            .unzip();
+        let (rows, originals): (Vec<_>, Vec<_>) = durable.into_iter().map(super::into_row).unzip();
         let queues: Vec<_> = rows.iter().map(|row| row.queue.clone()).collect();
         let enqueued = match rows.is_empty() {
             true => None,
@@ -149,7 +151,7 @@ impl<DB: Database> TransactionScope<DB> {
             super::enqueue::lend(&self.engine, &enqueued, queues, originals);
             let _: Vec<_> = Enqueued::committed(enqueued);
         }
-        send(after_commit).await;
+        send(buffered);
         Ok(())
     }
 
@@ -204,10 +206,11 @@ impl<DB: Database> TransactionScope<DB> {
     }
 }
 
-async fn send(after_commit: Vec<AfterCommit>) {
-    for send in after_commit {
-        send().await;
-    }
+/// What goes to queues in memory is sent after the commit, into places beyond their bound if need be: a handler that
+/// waited for one could wait for itself.
+fn send(buffered: Vec<ToBuffered>) {
+    // An error means that the bus is being shut down, and what is in memory with it.
+    let _ = LocalQueues::put(buffered, Vec::new());
 }
 
 fn rolled_back(why: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> CommitError {

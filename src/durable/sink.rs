@@ -13,7 +13,7 @@ use laneway_actors::port::PublishError;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
-use super::outgoing::ToQueue;
+use crate::local::address::ToQueue;
 use crate::store::{NewMessage, Placed, Store, StoreError};
 
 /// Messages of one commit at most, unless a single call has more.
@@ -46,7 +46,7 @@ impl Sink {
         batch: Vec<ToQueue>,
     ) -> BoxFuture<'static, Result<(), PublishError>> {
         let rows = batch.into_iter().map(|message| {
-            let (mut row, _) = message.into_row();
+            let (mut row, _) = super::into_row(message);
             row.envelope.id.get_or_insert_with(MessageId::unique);
             row
         });

@@ -171,6 +171,14 @@ impl Topology {
         &self.bindings
     }
 
+    /// Whether nothing is described.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.queues.is_empty()
+            && self.sharded.is_empty()
+            && self.exchanges.is_empty()
+            && self.bindings.is_empty()
+    }
+
     /// The queue of a name; not a shard.
     pub fn find(&self, name: &str) -> Option<&QueueSpec> {
         self.queues.iter().find(|queue| queue.name == name)

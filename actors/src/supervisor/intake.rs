@@ -88,6 +88,13 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         return;
     };
     if source.given {
+        if delivery.key.is_none() {
+            count_keyless(endpoint, source, delivery);
+            endpoint.emit(EventKind::KeyMissing {
+                message: delivery.envelope().id.clone(),
+                fallback: false,
+            });
+        }
         return;
     }
     let from_header = source.header.as_deref().and_then(|name| {
@@ -115,10 +122,7 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         .map(OrderingKey::from);
     let only_source = source.header.is_none() && !source.typed;
     if fallback.is_none() {
-        if endpoint.counters.keyless.get() == 0 {
-            warn_of_keyless(endpoint, source, delivery);
-        }
-        endpoint.counters.keyless.add(1);
+        count_keyless(endpoint, source, delivery);
     } else if !only_source {
         endpoint.counters.key_fallbacks.add(1);
     }
@@ -129,6 +133,13 @@ fn resolve_key(endpoint: &Endpoint, delivery: &mut Delivery) {
         });
     }
     delivery.key = fallback;
+}
+
+fn count_keyless(endpoint: &Endpoint, source: &KeySource, delivery: &Delivery) {
+    if endpoint.counters.keyless.get() == 0 {
+        warn_of_keyless(endpoint, source, delivery);
+    }
+    endpoint.counters.keyless.add(1);
 }
 
 /// The first message without a key, perhaps of many: somebody publishes otherwise than is consumed here.
