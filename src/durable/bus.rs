@@ -62,7 +62,7 @@ impl std::fmt::Debug for DurableStore {
 
 impl BusBuilder {
     /// Keeps the [`durable()`](crate::LocalQueueBuilder::durable) queues in this database, which is the application's own:
-    /// `store(SqliteConfig::file("orders.db"))` or `store(PostgresConfig::url(url))`.
+    /// `store(SqliteConfig::file("orders.db"))` or `store(PostgresConfig::at(url))`.
     /// [`docs::durability`](crate::docs::durability) says what is durable when.
     #[must_use]
     pub fn store(mut self, store: impl Into<DurableStore>) -> Self {

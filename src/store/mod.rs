@@ -41,6 +41,8 @@
 //! | start | 2, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
 //! | settle as handled | 2 and a commit | 1 removed, 1 id remembered in one index |
 //! | prune | 1 | 1 removed |
+//! | hold, and end the hold | 2 and a commit, each | 1 in every index, each |
+//! | announce, look at the announcements | 1 each, every half second for each queue and node | none: not logged |
 //!
 //! A start mark is what makes a message that kills its process recognisable. It must outlive the process and not the
 //! machine, so its commit waits for no disk: `synchronous_commit = off` in its transaction, `synchronous = NORMAL` in
@@ -57,6 +59,10 @@
 //!   that enqueues in several can, with any other: one of the two gets [`StoreError::Conflict`] and is to be tried
 //!   again as a whole.
 //! - A transaction that stays open after its enqueuing makes other writers of its keys wait, and what is promoted.
+//! - A read passes over every row of the keys that it leaves out and that lie before what it returns: in both
+//!   databases about 0.1 seconds for 100,000 rows, for each read, however many messages that returns. A key with a
+//!   backlog of a million makes a shard's reads take a second; small windows then make the other keys slow, large
+//!   ones do not.
 //! - SQLite has one writer: a transaction that has begun to write makes all others wait.
 
 use std::sync::Arc;

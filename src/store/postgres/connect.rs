@@ -20,11 +20,11 @@ const OLDEST: i32 = 120_000;
 /// The pools of one store.
 #[derive(Debug, Clone)]
 pub(super) struct Pools {
-    /// Renewing.
+    /// Renewing, announcing, looking at announcements: short, and waiting for nobody's transaction.
     pub(super) heartbeats: PgPool,
     /// Taking, joining, releasing.
     pub(super) leases: PgPool,
-    /// Reading, claiming, starting, settling, upkeep.
+    /// Reading, claiming, starting, settling, holds, owners, upkeep.
     pub(super) claims: PgPool,
     /// Enqueuing in transactions of the store's own, and transactions for handlers.
     pub(super) work: PgPool,

@@ -10,7 +10,7 @@ use sqlx::pool::PoolConnection;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{ConnectOptions as _, Executor as _, Sqlite, SqlitePool};
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, Sqlite, SqlitePool};
 
 use super::SqliteConfig;
 use super::fault::Fault;
@@ -21,7 +21,7 @@ use crate::store::{Durability, StoreError};
 ///
 /// It is not on the database file itself: that must stay open to the application's own connections.
 pub(super) struct FileLock {
-    _held: SqliteConnection,
+    held: SqliteConnection,
 }
 
 impl FileLock {
@@ -36,7 +36,7 @@ impl FileLock {
             .await?;
         let locked = connection.execute("BEGIN EXCLUSIVE").await;
         match locked.map_err(Fault::from) {
-            Ok(_) => Ok(Self { _held: connection }),
+            Ok(_) => Ok(Self { held: connection }),
             Err(Fault(StoreError::Conflict { .. })) => Err(StoreError::refused(
                 "the SQLite file is in use by another process, or by another store of this one: one process per \
                  file. Processes that share queues need PostgreSQL",
@@ -44,6 +44,13 @@ impl FileLock {
             .into()),
             Err(fault) => Err(fault),
         }
+    }
+
+    /// Gives the file free. When it resolves, another one can have it: a connection that is only dropped is closed
+    /// by its thread some time later.
+    pub(super) async fn release(self) {
+        // An error means that its thread has ended, and the lock with it.
+        let _ = self.held.close().await;
     }
 }
 

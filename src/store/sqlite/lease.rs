@@ -51,7 +51,7 @@ impl Clock {
         gone.map(|(epoch, _)| epoch.0).collect()
     }
 
-    /// Who has which of the first `shards` shards.
+    /// Who has which of the first `shards` shards. Who is taking one counts: nobody else gets it meanwhile.
     pub(super) fn owners(&self, queue: i32, shards: u32) -> Vec<Ownership> {
         let now = Instant::now();
         let expiries = self.lock();

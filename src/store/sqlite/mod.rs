@@ -464,9 +464,14 @@ impl Store for SqliteStore {
         Box::pin(async move {
             self.pools.close().await;
             // Last: as long as a connection is open, nobody else may have the file.
-            let lock = self.lock.lock();
-            lock.unwrap_or_else(std::sync::PoisonError::into_inner)
-                .take();
+            let lock = {
+                let lock = self.lock.lock();
+                lock.unwrap_or_else(std::sync::PoisonError::into_inner)
+                    .take()
+            };
+            if let Some(lock) = lock {
+                lock.release().await;
+            }
         })
     }
 }

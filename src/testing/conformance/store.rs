@@ -103,6 +103,7 @@ macro_rules! store_conformance_suite {
             members::who_joins_later_hears_what_is_announced_from_then_on
             members::groups_do_not_hear_each_other
             members::a_member_that_leaves_does_not_disturb_the_others
+            members::what_was_announced_before_a_place_was_taken_is_not_heard
             members::a_place_is_lost_with_the_store_and_can_be_taken_again
             members::an_announcement_lasts_for_its_time
             members::an_announcement_that_comes_late_replaces_none

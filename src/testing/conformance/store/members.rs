@@ -87,6 +87,26 @@ pub async fn a_member_that_leaves_does_not_disturb_the_others<A: StoreAdapter>(s
     membership::a_member_that_leaves_does_not_disturb_the_others(&StoreGroups(stage)).await;
 }
 
+/// Although it lasts, and is read with what is new.
+pub async fn what_was_announced_before_a_place_was_taken_is_not_heard<A: StoreAdapter>(
+    stage: Stage<A>,
+) {
+    stage.declare("q", ordered(1)).await;
+    stage.announce(1, LONG).await;
+    let mut place = stage.group("q").join().await.expect("joins");
+    for sequence in 1..=2 {
+        let other = Announcement {
+            member: MemberId::from_u128(8),
+            ..said(sequence)
+        };
+        let announced = place.announcer.announce(other.clone()).await;
+        announced.expect("announces");
+        // What was said before would come before the first of these or before the second.
+        let heard = tokio::time::timeout(LONG, place.heard.next()).await;
+        assert_eq!(heard.expect("in time"), Some(other));
+    }
+}
+
 /// A store that cannot be asked ends the place, and nothing is announced through it; another place can be taken when
 /// it is back. (The case of brokers cuts a connection; a store's connections are replaced without anybody noticing.)
 pub async fn a_place_is_lost_with_the_store_and_can_be_taken_again<A: StoreAdapter>(
