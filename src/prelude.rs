@@ -1,5 +1,7 @@
 //! What most programs need: `use laneway::prelude::*;`.
 
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub use crate::durable::InTransaction;
 pub use crate::transport::memory::MemoryBroker;
 #[cfg(feature = "rabbitmq")]
 pub use crate::transport::rabbitmq::RabbitMq;

@@ -182,7 +182,13 @@ impl Session {
                 found = under_way(&mut reading) => {
                     reading = None;
                     match found {
-                        Ok(found) => self.feed.arrived(found),
+                        Ok(mut found) => {
+                            if place == Place::Shared {
+                                // Kept with the message, and no order in this queue.
+                                found.iter_mut().for_each(|stored| stored.key = None);
+                            }
+                            self.feed.arrived(found);
+                        }
                         // Messages may be claimed for this node that it does not know of.
                         Err(error) if place == Place::Shared => {
                             // An error here leaves them claimed until the lease expires.

@@ -55,6 +55,9 @@ impl EndpointSupervisor {
             }
             if ordered {
                 resolve_key(&self.endpoint, &mut delivery);
+            } else {
+                // Whatever its source knows.
+                delivery.key = None;
             }
             let lane = match delivery.key() {
                 Some(key) => LaneIndex::of(key, self.endpoint.config.lanes).get(),
