@@ -307,6 +307,41 @@ async fn a_message_that_fails_for_good_is_a_gap_and_is_discarded() {
     stop(&bus).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_paused_queue_goes_on_in_its_order_with_what_it_had() {
+    let (tell, mut seen) = mpsc::unbounded_channel();
+    let failed = Arc::new(AtomicU32::new(0));
+    let handler = move |paid: Paid, _: Context| {
+        let (tell, failed): (Sender, _) = (tell.clone(), Arc::clone(&failed));
+        async move {
+            if paid.number == 3 && failed.fetch_add(1, Ordering::SeqCst) == 0 {
+                return Err(Failure::transient("a pause"));
+            }
+            tell.send(("paid", paid.number))?;
+            Ok(())
+        }
+    };
+    let bus = started(Bus::builder().handler_with::<Paid, _>(handler, |q| {
+        q.sequential().bound(5).on_failure(|p| {
+            p.on_any()
+                .pause_endpoint(Duration::from_millis(10))
+                .discard()
+        })
+    }))
+    .await;
+    // More than there are places: those of the messages that came back are taken still.
+    for number in 0..20 {
+        let message = Paid::new(1, number);
+        within("a place", bus.publish(&message))
+            .await
+            .expect("published");
+    }
+    for number in 0..20 {
+        assert_eq!(next(&mut seen).await, ("paid", number));
+    }
+    nothing_more(&bus, &mut seen).await;
+}
+
 // ---- order
 
 /// Numbers of one account that were handled, by account.

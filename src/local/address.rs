@@ -243,6 +243,61 @@ mod tests {
         assert!(addressed.route);
     }
 
+    /// The fields of everything that is logged.
+    struct Collector(Arc<std::sync::Mutex<String>>);
+
+    impl tracing::field::Visit for Collector {
+        fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+            let mut output = self.0.lock().expect("no panic");
+            output.push_str(&format!("{}={value:?} ", field.name()));
+        }
+    }
+
+    impl tracing::Subscriber for Collector {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn event(&self, event: &tracing::Event<'_>) {
+            event.record(&mut Collector(Arc::clone(&self.0)));
+        }
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn what_is_lost_at_a_shutdown_is_logged_once_with_its_number() {
+        let (name, order) = ("mail", QueueOrder::Unordered);
+        let queues = queues(&[
+            (name, TargetKind::Buffered, order),
+            ("b", TargetKind::Buffered, order),
+        ]);
+        for _ in 0..3 {
+            let mut addressed = queues.addressed(&draft("paid"), false).buffered;
+            addressed.retain(|to| **to.queue.name() == *name);
+            LocalQueues::put(addressed, Vec::new()).expect("open");
+        }
+        let output = Arc::default();
+        tracing::subscriber::with_default(Collector(Arc::clone(&output)), || {
+            queues.close();
+            queues.close();
+        });
+        let output = output.lock().expect("no panic");
+        assert_eq!(output.matches("lost=3").count(), 1, "{output}");
+        assert_eq!(output.matches("endpoint=mail").count(), 1, "{output}");
+        assert_eq!(
+            output.matches("lost=").count(),
+            1,
+            "only what lost something: {output}"
+        );
+        let closed = LocalQueues::put(queues.addressed(&draft("paid"), false).buffered, Vec::new());
+        assert!(matches!(closed, Err(PublishError::ShutDown)));
+    }
+
     #[test]
     fn a_type_without_subscribers_goes_nowhere() {
         let addressed = queues(&[]).addressed(&draft("other"), false);
