@@ -9,6 +9,10 @@ pub mod affinity {}
 #[doc = include_str!("failure.md")]
 pub mod failure {}
 
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+#[doc = include_str!("durability.md")]
+pub mod durability {}
+
 #[doc = include_str!("shutdown.md")]
 pub mod shutdown {}
 
