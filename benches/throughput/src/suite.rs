@@ -285,3 +285,38 @@ fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
     }
     cases
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn suites(arguments: &[&str]) -> Vec<Suite> {
+        let program = ["laneway-bench"].iter();
+        let options = Options::parse_from(program.chain(arguments));
+        Suite::of(Workload::W7, &options)
+    }
+
+    #[test]
+    fn quick_inserts_in_sqlite_and_needs_no_server() {
+        let suites = suites(&["--quick"]);
+        let names: Vec<_> = suites.iter().map(|suite| suite.name.as_str()).collect();
+        assert_eq!(names, ["w7-insert-1", "w7-insert-100", "w7-insert-1000"]);
+        for suite in suites {
+            let durable = suite.durable.expect("durable");
+            assert_eq!(durable.database, Database::Sqlite);
+            assert!(suite.cases.iter().all(|case| case.shape.messages <= 10_000));
+        }
+    }
+
+    #[test]
+    fn peers_are_drained_and_compared_with_the_keyed_one() {
+        let suites = suites(&["--peers", "--database", "postgres"]);
+        assert_eq!(suites.len(), 7);
+        let drain = suites.iter().find(|suite| suite.name == "w7-drain-64");
+        let drain = drain.expect("a drain");
+        assert_eq!(drain.compared, Compared::To(Subject::GraphileWorkerKeyed));
+        assert_eq!(drain.cases.len(), 4);
+    }
+}

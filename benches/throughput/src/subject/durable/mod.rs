@@ -87,7 +87,7 @@ pub(super) async fn run(job: &Job, durable: Durable, record: &Arc<Record>) -> Re
         }
         #[cfg(feature = "peers")]
         (Subject::Awa, Postgres) => {
-            let queue = peers::awa::Queue::open(address, durable.work).await?;
+            let queue = peers::awa::Queue::open(address).await?;
             handling::any(&queue, job, durable, record).await
         }
         (subject, database) => Err(format!(
@@ -130,4 +130,54 @@ fn batches(record: &Record, size: usize) -> Result<Vec<Vec<Message>>, Error> {
             .collect()
     };
     messages.chunks(size).map(batch).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::database::Home;
+    use crate::record::Verdict;
+    use crate::subject::QueueType;
+    use crate::workload::{Plan, Shape, Spread};
+
+    async fn insert_in_sqlite(subject: Subject, batch: u32) -> Verdict {
+        let folder = tempfile::tempdir().expect("a folder");
+        let home = Home::create(Database::Sqlite, "", folder.path(), "bench").await;
+        let home = home.expect("created");
+        let shape = Shape {
+            messages: 500,
+            keys: 20,
+            spread: Spread::Uniform,
+            handler: std::time::Duration::ZERO,
+            poison: false,
+            slow: 0,
+            seed: 7,
+        };
+        let durable = Durable {
+            database: Database::Sqlite,
+            work: Work::Insert { batch },
+        };
+        let job = Job {
+            url: home.address(),
+            name: "bench".to_owned(),
+            queue_type: QueueType::Classic,
+            subject,
+            shape,
+            durable: Some(durable),
+        };
+        let record = Record::of(Plan::of(shape));
+        run(&job, durable, &record).await.expect("inserts");
+        record.verdict().expect("readable")
+    }
+
+    #[tokio::test]
+    async fn what_is_inserted_is_read_back_complete_and_in_order() {
+        for subject in [Subject::RawSql, Subject::DurableLaneway] {
+            for batch in [7, 500] {
+                let verdict = insert_in_sqlite(subject, batch).await;
+                assert!(verdict.complete && verdict.ordered(), "{}", verdict.words);
+                assert!(verdict.per_second > 0.0);
+            }
+        }
+    }
 }

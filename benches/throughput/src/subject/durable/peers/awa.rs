@@ -13,13 +13,11 @@ use sqlx::postgres::PgPoolOptions;
 use super::{CONNECTIONS, STOP};
 use crate::Error;
 use crate::record::Record;
+use crate::subject::durable::Insert;
 use crate::subject::durable::handling::{Handle, read_back};
-use crate::subject::durable::{Insert, Work};
 use crate::workload::Message;
 
 const QUEUE: &str = "bench";
-/// Where several producers store at once: as many as they are.
-const SHARDS: i16 = 8;
 
 impl JobArgs for Message {
     fn kind() -> &'static str {
@@ -33,7 +31,7 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    pub(crate) async fn open(address: &str, work: Work) -> Result<Self, Error> {
+    pub(crate) async fn open(address: &str) -> Result<Self, Error> {
         let pool = PgPoolOptions::new()
             .max_connections(CONNECTIONS)
             .connect(address)
@@ -46,16 +44,6 @@ impl Queue {
             .build()?;
         client.start().await?;
         client.shutdown(STOP).await;
-        if matches!(work, Work::Mixed { .. }) {
-            sqlx::query(
-                "INSERT INTO awa.queue_meta (queue, enqueue_shards) VALUES ($1, $2) \
-                 ON CONFLICT (queue) DO UPDATE SET enqueue_shards = EXCLUDED.enqueue_shards",
-            )
-            .bind(QUEUE)
-            .bind(SHARDS)
-            .execute(&pool)
-            .await?;
-        }
         let storage = QueueStorage::new(QueueStorageConfig::default())?;
         Ok(Self { pool, storage })
     }
