@@ -1,6 +1,7 @@
 //! Each run is a process of its own, so that processor time and memory are those of one subject, and a
 //! subject that hangs can be ended.
 
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use tokio::process::Command;
 
 use crate::Error;
 use crate::broker::Broker;
+use crate::database::Home;
 use crate::machine;
 use crate::record::{Record, Verdict};
 use crate::subject::Job;
@@ -52,13 +54,35 @@ pub(crate) async fn run() -> Result<(), Error> {
     Ok(())
 }
 
+/// Where jobs run.
+pub(crate) struct Places {
+    /// The broker, if a workload needs one.
+    pub(crate) broker: Option<Broker>,
+    /// For the files of SQLite.
+    pub(crate) folder: PathBuf,
+}
+
 /// Runs a job in a process of its own; with `per_second` its messages are published while it runs, else
 /// they are there before.
 pub(crate) async fn measure(
-    broker: &Broker,
+    places: &Places,
     job: &Job,
     per_second: Option<u32>,
 ) -> Result<Outcome, Error> {
+    if let Some(durable) = job.durable {
+        let home = Home::create(durable.database, &job.url, &places.folder, &job.name).await?;
+        let job = Job {
+            url: home.address(),
+            ..job.clone()
+        };
+        let result = outcome(&job, async { Ok(()) }).await;
+        home.remove().await?;
+        return result;
+    }
+    if job.queues().is_empty() {
+        return outcome(job, async { Ok(()) }).await;
+    }
+    let broker = places.broker.as_ref().ok_or("no broker")?;
     broker.declare(job).await?;
     let result = measure_declared(broker, job, per_second).await;
     broker.delete(job).await?;
@@ -70,11 +94,25 @@ async fn measure_declared(
     job: &Job,
     per_second: Option<u32>,
 ) -> Result<Outcome, Error> {
-    let has_queue = !job.queues().is_empty();
     let plan = Plan::of(job.shape);
-    if has_queue && per_second.is_none() {
+    if per_second.is_none() {
         broker.publish(job, &plan, None).await?;
     }
+    let publish = async {
+        if per_second.is_some() {
+            broker.consumed(job).await?;
+            broker.publish(job, &plan, per_second).await?;
+        }
+        Ok(())
+    };
+    outcome(job, publish).await
+}
+
+/// Runs a job in a process of its own, and something beside it.
+async fn outcome(
+    job: &Job,
+    beside: impl Future<Output = Result<(), Error>>,
+) -> Result<Outcome, Error> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg(ARGUMENT)
         .stdin(Stdio::piped())
@@ -84,21 +122,14 @@ async fn measure_declared(
     let mut input = child.stdin.take().ok_or("no standard input")?;
     input.write_all(&serde_json::to_vec(job)?).await?;
     drop(input);
-    let publish = async {
-        if has_queue && per_second.is_some() {
-            broker.consumed(job).await?;
-            broker.publish(job, &plan, per_second).await?;
-        }
-        Ok::<_, Error>(())
-    };
     let output = child.wait_with_output();
     let both = async {
-        let (published, output) = tokio::join!(publish, output);
+        let (published, output) = tokio::join!(beside, output);
         published?;
         Ok::<_, Error>(output?)
     };
     // What the slow key takes, and five times what the slowest consumer has taken for the others.
-    let bound = Duration::from_secs(120 + plan.len() as u64 / 200);
+    let bound = Duration::from_secs(120 + (job.shape.messages + job.shape.slow) / 200);
     let output = tokio::time::timeout(bound, both)
         .await
         .map_err(|_| format!("did not end within {} s", bound.as_secs()))??;

@@ -4,13 +4,14 @@
 //! cargo run --release -p laneway-bench -- --quick
 //! ```
 //!
-//! In each round every subject gets a fresh queue with the same messages (256-byte bodies, persistent) and
+//! In each round every subject gets a fresh queue, or a fresh database, with the same messages (256-byte bodies, persistent) and
 //! runs in a process of its own. After each run the order ledger judges; a run that fails has no figure.
 //! Ratios are taken within a round. `--help` lists the options; `docs/benchmarks.md` says what was measured
 //! and how.
 
 mod broker;
 mod child;
+mod database;
 mod greeting;
 mod machine;
 mod options;
@@ -28,8 +29,10 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 
 use broker::Broker;
+use child::Places;
 use options::{Options, Workload};
 use report::{Row, table};
+use subject::Durable;
 use suite::Suite;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -67,17 +70,27 @@ async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
     let folder = root().join("target");
     std::fs::create_dir_all(&folder)?;
     let mut file = File::create(folder.join("bench-report.jsonl"))?;
-    let broker = Broker::connect(&options.amqp).await?;
+    let broker = match options.needs_broker() {
+        true => Some(Broker::connect(&options.amqp).await?),
+        false => None,
+    };
+    let places = Places { broker, folder };
     let mut all = Vec::new();
     for queue_type in options.queue_types() {
         for workload in options.workloads() {
-            // No queue, so no kind of queue: once is enough.
-            if workload == Workload::W10 && !all.is_empty() && has(&all, workload) {
+            // No queue of the broker, so no kind of queue: once is enough.
+            if !workload.needs_broker() && has(&all, workload) {
                 continue;
             }
             for suite in Suite::of(workload, options) {
-                let results = rounds::run(&suite, queue_type, options, &broker).await?;
-                let rows = report::rows(&suite, queue_type, &results);
+                let database = match suite.durable {
+                    Some(Durable { database, .. }) => {
+                        Some(database.description(&options.postgres).await?)
+                    }
+                    None => None,
+                };
+                let results = rounds::run(&suite, queue_type, options, &places).await?;
+                let rows = report::rows(&suite, queue_type, database.as_deref(), &results);
                 for row in &rows {
                     let line = serde_json::to_string(row)?;
                     writeln!(file, "{line}")?;
@@ -87,7 +100,8 @@ async fn measure(options: &Options) -> Result<Vec<Row>, Error> {
                 }
                 if !options.json {
                     let refs: Vec<_> = rows.iter().collect();
-                    println!("\n{}\n{}\n", suite.name, table(&refs));
+                    let database = database.map_or_else(String::new, |text| format!(" ({text})"));
+                    println!("\n{}{database}\n{}\n", suite.name, table(&refs));
                 }
                 all.extend(rows);
             }

@@ -2,6 +2,7 @@
 
 use clap::{Parser, ValueEnum};
 
+use crate::database::Database;
 use crate::subject::QueueType;
 
 /// Measures Laneway beside consumers written by hand on the raw client and other libraries: same queue, same
@@ -12,16 +13,20 @@ pub(crate) struct Options {
     /// What is handled; all of them if none is named.
     #[arg(long, value_enum)]
     pub(crate) workload: Vec<Workload>,
-    /// 10,000 messages, 3 rounds, classic queues: ends within 15 minutes.
+    /// 10,000 messages, 3 rounds, classic queues, SQLite: ends within 15 minutes.
     #[arg(long)]
     pub(crate) quick: bool,
     /// Kind of the queues.
     #[arg(long, value_enum)]
     queue_type: Option<QueueTypes>,
+    /// The databases of W7 [both; with --quick sqlite].
+    #[arg(long, value_enum)]
+    database: Vec<Database>,
     /// Rounds; the median counts [5; with --quick 3].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
-    /// Messages per run [200,000; with --quick 10,000]. W5 has its own number.
+    /// Messages per run [200,000; with --quick 10,000]. W5 has its own number; W7 uses fewer
+    /// where it is slow.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1_000..=5_000_000))]
     messages: Option<u64>,
     /// Other libraries as well (needs the feature `peers`).
@@ -41,6 +46,14 @@ pub(crate) struct Options {
         default_value = "amqp://guest:guest@127.0.0.1:5672"
     )]
     pub(crate) amqp: String,
+    /// A PostgreSQL where W7 may create databases. Never printed.
+    #[arg(
+        long,
+        env = "LANEWAY_POSTGRES_URL",
+        hide_env_values = true,
+        default_value = "postgres://postgres@127.0.0.1:5432/test"
+    )]
+    pub(crate) postgres: String,
 }
 
 /// The workloads.
@@ -56,8 +69,16 @@ pub(crate) enum Workload {
     W4,
     /// One key whose messages take 100 ms, between others that take 1 ms.
     W5,
+    /// Durable queues: inserts, drains, and both at once.
+    W7,
     /// No broker: the lanes alone.
     W10,
+}
+
+impl Workload {
+    pub(crate) fn needs_broker(self) -> bool {
+        !matches!(self, Self::W7 | Self::W10)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -87,6 +108,18 @@ impl Options {
             QueueTypes::Quorum => vec![QueueType::Quorum],
             QueueTypes::Both => vec![QueueType::Classic, QueueType::Quorum],
         }
+    }
+
+    pub(crate) fn databases(&self) -> Vec<Database> {
+        match (self.database.as_slice(), self.quick) {
+            ([], true) => vec![Database::Sqlite],
+            ([], false) => Database::value_variants().to_vec(),
+            (named, _) => named.to_vec(),
+        }
+    }
+
+    pub(crate) fn needs_broker(&self) -> bool {
+        self.workloads().into_iter().any(Workload::needs_broker)
     }
 
     pub(crate) fn rounds(&self) -> u32 {

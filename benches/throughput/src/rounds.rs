@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::Error;
-use crate::broker::Broker;
-use crate::child::{Outcome, measure};
+use crate::child::{Outcome, Places, measure};
 use crate::options::Options;
 use crate::subject::{Job, QueueType, Subject};
 use crate::suite::{Case, Compared, Part, Suite};
@@ -24,7 +23,7 @@ pub(crate) async fn run(
     suite: &Suite,
     queue_type: QueueType,
     options: &Options,
-    broker: &Broker,
+    places: &Places,
 ) -> Result<Results, Error> {
     let mut results = Results::default();
     for round in 1..=options.rounds() {
@@ -40,16 +39,21 @@ pub(crate) async fn run(
             let Case { subject, part, .. } = case;
             let (process, name) = (std::process::id(), subject.name());
             let job = Job {
-                url: options.amqp.clone(),
+                url: match case.durable {
+                    Some(_) => options.postgres.clone(),
+                    None => options.amqp.clone(),
+                },
                 name: format!("laneway-bench-{process}-{name}-{round}-{part:?}"),
                 queue_type,
                 subject,
                 shape: seeded(case.shape, round),
+                durable: case.durable,
             };
             let began = Instant::now();
-            let outcome = measure(broker, &job, case.per_second).await;
+            let outcome = measure(places, &job, case.per_second).await;
             let outcome = outcome.map_err(|error| error.to_string());
-            let label = format!("{} round {round} {name:<18} {part:?}", suite.name);
+            let place = case.durable.map_or("", |durable| durable.database.name());
+            let label = format!("{} {place} round {round} {name:<21} {part:?}", suite.name);
             tell(&label, subject, &outcome, began.elapsed());
             results
                 .runs

@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
+use crate::database::Database;
 use crate::options::{Options, Workload};
-use crate::subject::Subject;
+use crate::subject::{Durable, Subject, Work};
 use crate::workload::{Shape, Spread};
 
 /// Different keys.
 const KEYS: u32 = 10_000;
 /// Messages a second where they are published while the subject runs.
 const PACE: u32 = 2_000;
+/// The same for durable queues.
+const DURABLE_PACE: u32 = 800;
 /// The slow consumer gets no more messages than this.
 const SEQUENTIAL_AT_MOST: u64 = 5_000;
 
@@ -33,6 +36,7 @@ pub(crate) struct Case {
     pub(crate) part: Part,
     pub(crate) shape: Shape,
     pub(crate) per_second: Option<u32>,
+    pub(crate) durable: Option<Durable>,
 }
 
 /// What a row's ratio is: its own rate divided by that of ….
@@ -42,6 +46,8 @@ pub(crate) enum Compared {
     To(Subject),
     /// A loop that runs one key alone, divided by the share of the top key.
     ToIdeal,
+    /// Whoever of the other libraries was the fastest in the round.
+    ToBestPeer,
     /// Its own run without poison.
     ToPlain,
     /// The other way round: how many times longer than its own run without the slow key.
@@ -55,6 +61,8 @@ pub(crate) struct Suite {
     pub(crate) name: String,
     pub(crate) cases: Vec<Case>,
     pub(crate) compared: Compared,
+    /// W7: what is done, and where.
+    pub(crate) durable: Option<Durable>,
 }
 
 impl Suite {
@@ -91,6 +99,7 @@ impl Suite {
             name: name.to_owned(),
             compared,
             cases: cases(subjects, parts),
+            durable: None,
         };
         match workload {
             Workload::W1 => {
@@ -167,6 +176,7 @@ impl Suite {
                     &[(Part::Plain, others), (Part::Main, with_slow)],
                 )]
             }
+            Workload::W7 => durable_suites(options, shape(0)),
             Workload::W10 => {
                 // Five times as many as W1 has, and enough to take a while.
                 let messages = (5 * messages).max(500_000);
@@ -185,6 +195,76 @@ impl Suite {
     }
 }
 
+/// W7: inserts, drains and mixed work, each in every database and with whoever is measured there with it.
+fn durable_suites(options: &Options, shape: Shape) -> Vec<Suite> {
+    let mut suites = Vec::new();
+    // Each of them waits for the disk.
+    let single = if options.quick { 2_000 } else { 5_000 };
+    for database in options.databases() {
+        for (name, work, most) in [
+            ("w7-insert-1", Work::Insert { batch: 1 }, single),
+            ("w7-insert-100", Work::Insert { batch: 100 }, 50_000),
+            ("w7-insert-1000", Work::Insert { batch: 1_000 }, 200_000),
+            ("w7-drain-1", Work::Drain { handlers: 1 }, 5_000),
+            ("w7-drain-16", Work::Drain { handlers: 16 }, 50_000),
+            ("w7-drain-64", Work::Drain { handlers: 64 }, 200_000),
+            (
+                "w7-mixed",
+                Work::Mixed {
+                    handlers: 64,
+                    per_second: DURABLE_PACE,
+                },
+                20 * u64::from(DURABLE_PACE),
+            ),
+        ] {
+            let durable = Durable { database, work };
+            let subjects = durable_subjects(durable, options.peers);
+            let Some(&first) = subjects.first() else {
+                continue;
+            };
+            let case = |subject| Case {
+                subject,
+                part: Part::Main,
+                shape: Shape {
+                    messages: shape.messages.min(most),
+                    ..shape
+                },
+                per_second: None,
+                durable: Some(durable),
+            };
+            suites.push(Suite {
+                workload: Workload::W7,
+                name: name.to_owned(),
+                compared: Compared::To(first),
+                cases: subjects.into_iter().map(case).collect(),
+                durable: Some(durable),
+            });
+        }
+    }
+    suites
+}
+
+/// Who is measured, first the one with whom the others are compared.
+fn durable_subjects(durable: Durable, with_peers: bool) -> Vec<Subject> {
+    let mut subjects = match durable.work {
+        Work::Insert { .. } => vec![Subject::RawSql, Subject::DurableLaneway],
+        Work::Drain { .. } | Work::Mixed { .. } => Vec::new(),
+    };
+    if with_peers {
+        subjects.extend(match durable.database {
+            Database::Postgres => [
+                Subject::GraphileWorkerKeyed,
+                Subject::GraphileWorker,
+                Subject::Riverqueue,
+                Subject::Awa,
+            ]
+            .as_slice(),
+            Database::Sqlite => &[Subject::Riverqueue],
+        });
+    }
+    subjects
+}
+
 fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
     let mut cases = Vec::new();
     for &(part, shape) in parts {
@@ -199,8 +279,44 @@ fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
                 part,
                 shape,
                 per_second: is_paced.then_some(PACE),
+                durable: None,
             });
         }
     }
     cases
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn suites(arguments: &[&str]) -> Vec<Suite> {
+        let program = ["laneway-bench"].iter();
+        let options = Options::parse_from(program.chain(arguments));
+        Suite::of(Workload::W7, &options)
+    }
+
+    #[test]
+    fn quick_inserts_in_sqlite_and_needs_no_server() {
+        let suites = suites(&["--quick"]);
+        let names: Vec<_> = suites.iter().map(|suite| suite.name.as_str()).collect();
+        assert_eq!(names, ["w7-insert-1", "w7-insert-100", "w7-insert-1000"]);
+        for suite in suites {
+            let durable = suite.durable.expect("durable");
+            assert_eq!(durable.database, Database::Sqlite);
+            assert!(suite.cases.iter().all(|case| case.shape.messages <= 10_000));
+        }
+    }
+
+    #[test]
+    fn peers_are_drained_and_compared_with_the_keyed_one() {
+        let suites = suites(&["--peers", "--database", "postgres"]);
+        assert_eq!(suites.len(), 7);
+        let drain = suites.iter().find(|suite| suite.name == "w7-drain-64");
+        let drain = drain.expect("a drain");
+        assert_eq!(drain.compared, Compared::To(Subject::GraphileWorkerKeyed));
+        assert_eq!(drain.cases.len(), 4);
+    }
 }

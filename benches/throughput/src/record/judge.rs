@@ -19,7 +19,8 @@ pub(crate) struct Verdict {
     pub(crate) duplicates: u64,
     /// The ledger's own words, where something is wrong.
     pub(crate) words: String,
-    /// Messages of healthy keys for each second between the first start and their last end.
+    /// Messages of healthy keys for each second between the first start and their last end, or of what was measured
+    /// instead.
     pub(crate) per_second: f64,
     /// That time, in seconds.
     pub(crate) seconds: f64,
@@ -77,7 +78,9 @@ impl Record {
         let starts = healthy().map(|first| first.start.load(Ordering::Relaxed));
         let ends = healthy().map(|first| first.end.load(Ordering::Relaxed));
         if let (Some(start), Some(end)) = (starts.min(), ends.max()) {
-            verdict.seconds = (end - start) as f64 / 1e9;
+            let handlers = (end - start) as f64 / 1e9;
+            let measured = self.ended.get().map(|(_, took)| took.as_secs_f64());
+            verdict.seconds = measured.unwrap_or(handlers);
             verdict.per_second = healthy().count() as f64 / verdict.seconds;
         }
         let mut latencies: Vec<u64> = healthy()
@@ -189,6 +192,17 @@ mod tests {
         let verdict = record.verdict().expect("readable");
         assert!(!verdict.complete && !verdict.ordered());
         assert!(verdict.words.contains("lost 1"), "{}", verdict.words);
+    }
+
+    #[test]
+    fn what_was_measured_counts_and_not_the_handlers() {
+        let record = record(false);
+        record.measured(Duration::from_secs(10));
+        for (key, seq) in record.plan.messages() {
+            record.handle_now(&Message::short(key, seq));
+        }
+        let verdict = record.verdict().expect("readable");
+        assert_eq!((verdict.seconds, verdict.per_second), (10.0, 100.0));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 mod judge;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::Notify;
 
@@ -43,6 +44,8 @@ pub(crate) struct Record {
     parked: Mutex<Vec<(u32, u32)>>,
     /// The processor time of this process when what is measured began.
     began: AtomicU64,
+    /// The same when it ended, and how long it took, if that is not for the handlers to say.
+    ended: OnceLock<(u64, Duration)>,
     /// Messages that have yet to succeed.
     missing: AtomicUsize,
     all: Notify,
@@ -56,6 +59,7 @@ impl Record {
             more: Mutex::default(),
             parked: Mutex::default(),
             began: AtomicU64::new(processor_time()),
+            ended: OnceLock::new(),
             missing: AtomicUsize::new(missing),
             all: Notify::new(),
             plan,
@@ -67,9 +71,17 @@ impl Record {
         self.began.store(processor_time(), Ordering::Relaxed);
     }
 
-    /// Microseconds of processor time so far, for each message of the plan.
+    /// What is measured has taken so long and ends here. The handlers that run after it are for the ledger alone.
+    pub(crate) fn measured(&self, took: Duration) {
+        // Measured once: a second word would not count.
+        let _ = self.ended.set((processor_time(), took));
+    }
+
+    /// Microseconds of processor time, for each message of the plan: until what is measured ended, or so far.
     pub(crate) fn processor_us(&self) -> f64 {
-        let spent = processor_time() - self.began.load(Ordering::Relaxed);
+        let ended = self.ended.get().map(|(ended, _)| *ended);
+        let ended = ended.unwrap_or_else(processor_time);
+        let spent = ended - self.began.load(Ordering::Relaxed);
         spent as f64 / 1e3 / self.plan.len() as f64
     }
 

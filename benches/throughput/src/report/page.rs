@@ -1,5 +1,6 @@
 //! The page: machine, versions, commands, targets, every row, and what no row guarantees.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -31,7 +32,7 @@ fn page(rows: &[Row], options: &Options, load_before: &str) -> Result<String, Er
         "# Benchmarks\n\nWritten by the bench program: do not edit; what is written by hand is in \
          `benches/throughput/notes.md`.\n\n",
     );
-    run(&mut page, options, load_before)?;
+    run(&mut page, rows, options, load_before)?;
     page += "\n![Ratios](benchmarks.svg)\n\n## Targets\n\n";
     page += "| workload | queue | Laneway | target | |\n|---|---|---|---|---|\n";
     for target in rows.iter().flat_map(targets) {
@@ -60,7 +61,7 @@ fn page(rows: &[Row], options: &Options, load_before: &str) -> Result<String, Er
     Ok(page)
 }
 
-const SUBJECTS: [Subject; 10] = [
+const SUBJECTS: [Subject; 16] = [
     Subject::RawSequential,
     Subject::RawUnordered,
     Subject::RawCumulative,
@@ -71,12 +72,23 @@ const SUBJECTS: [Subject; 10] = [
     Subject::Beavers,
     Subject::LocalChannels,
     Subject::LocalLaneway,
+    Subject::RawSql,
+    Subject::DurableLaneway,
+    Subject::GraphileWorker,
+    Subject::GraphileWorkerKeyed,
+    Subject::Riverqueue,
+    Subject::Awa,
 ];
 
-fn run(page: &mut String, options: &Options, load_before: &str) -> Result<(), Error> {
+fn run(page: &mut String, rows: &[Row], options: &Options, load_before: &str) -> Result<(), Error> {
     // Options that carry an address are left out.
     let arguments: Vec<_> = std::env::args().skip(1).collect();
-    let arguments = match arguments.iter().any(|text| text.starts_with("--amqp")) {
+    let is_address = |text: &String| {
+        ["--amqp", "--postgres"]
+            .iter()
+            .any(|name| text.starts_with(name))
+    };
+    let arguments = match arguments.iter().any(is_address) {
         true => "… (with an address)".to_owned(),
         false => arguments.join(" "),
     };
@@ -111,21 +123,34 @@ fn run(page: &mut String, options: &Options, load_before: &str) -> Result<(), Er
         let found = lines.find(|line| *line == format!("name = \"{name}\""));
         found.and_then(|_| lines.next()?.split('"').nth(1))
     };
+    let broker = match options.needs_broker() {
+        true => greeting::version(&options.amqp) + ", ",
+        false => String::new(),
+    };
     writeln!(
         page,
-        "- **Versions**: {}, lapin {}, tokio {}, {}",
-        greeting::version(&options.amqp),
+        "- **Versions**: {broker}lapin {}, tokio {}, {}",
         version("lapin").unwrap_or("?"),
         version("tokio").unwrap_or("?"),
         machine::first_line_of("rustc", "--version"),
     )?;
+    let databases: BTreeSet<&str> = rows
+        .iter()
+        .filter_map(|row| row.database.as_deref())
+        .collect();
+    for database in databases {
+        writeln!(page, "- **Database**: {database}")?;
+    }
     if options.peers {
-        let [ruststream, beavers] = ["ruststream-lapin", "beavers"].map(version);
-        let [ruststream, beavers] = [ruststream, beavers].map(|version| version.unwrap_or("?"));
-        writeln!(
-            page,
-            "- **Peers**: ruststream-lapin {ruststream}, beavers {beavers}"
-        )?;
+        let peers = [
+            "ruststream-lapin",
+            "beavers",
+            "graphile_worker",
+            "riverqueue",
+            "awa",
+        ];
+        let peers = peers.map(|name| format!("{name} {}", version(name).unwrap_or("?")));
+        writeln!(page, "- **Peers**: {}", peers.join(", "))?;
     }
     writeln!(page, "- **Command**: `{command}`")?;
     writeln!(
@@ -161,6 +186,14 @@ fn about(workload: Workload) -> &'static str {
             "500 messages of one key that take 100 ms each, spread over 20,000 messages of other keys that \
              take 1 ms; prefetch 512. The ratio is how many times longer the *other* keys take than in a run \
              without the slow key: lower is better, 1 is perfect."
+        }
+        Workload::W7 => {
+            "Durable queues, each run in a database of its own; what a commit waits for is stated above. Insert: one \
+             producer, one transaction for each batch; the ratio is to a table written by hand, and what is \
+             stored is read back for the ledger. Drain: a backlog, analysed before, and a handler that does \
+             nothing but record; the ratio is to `graphile_worker` with a named queue for each key. Mixed: 800 messages \
+             a second of 10,000 keys, stored singly by 8 producers, each with keys of its own, while 64 handlers run; \
+             latencies are from before the insert to the end of the handler."
         }
         Workload::W10 => {
             "No broker: prepared messages come in batches of 64 to 4 lanes, and the handler does nothing but \
@@ -214,6 +247,8 @@ fn targets(row: &Row) -> Vec<String> {
             ),
         ],
         (Workload::W5, _) => vec![below(row.ratio, 2.2, "times longer")],
+        (Workload::W7, "best peer") => vec![at_least(1.0)],
+        (Workload::W7, _) => Vec::new(),
         (Workload::W10, _) => {
             let rate = with_range(row.messages_per_second, row.messages_per_second_range, 0);
             let reached = row.messages_per_second.map(|rate| rate >= 1e6);

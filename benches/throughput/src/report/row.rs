@@ -6,7 +6,7 @@ use super::spread;
 use crate::child::Outcome;
 use crate::options::Workload;
 use crate::rounds::{Results, passes};
-use crate::subject::{QueueType, Subject};
+use crate::subject::{QueueType, Subject, Work};
 use crate::suite::{Compared, Part, Suite};
 
 /// A row. Figures are medians over the rounds; ratios are medians of the ratios within each round. A row
@@ -14,9 +14,12 @@ use crate::suite::{Compared, Part, Suite};
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Row {
     pub(crate) workload: String,
-    /// `classic`, `quorum`, or `none`.
+    /// `classic`, `quorum`, `none`, or a database.
     pub(crate) queue_type: &'static str,
     pub(crate) subject: &'static str,
+    /// The database's version, and what a commit waits for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) database: Option<String>,
     pub(crate) messages_per_second: Option<f64>,
     pub(crate) ratio: Option<f64>,
     pub(crate) ratio_to: Option<String>,
@@ -27,8 +30,11 @@ pub(crate) struct Row {
     pub(crate) ledger_ok: bool,
     /// Whether the subject promises order per key.
     pub(crate) keeps_order: bool,
-    /// First effects that came after a later one of their key, in all rounds together.
-    pub(crate) inversions: u64,
+    /// First effects that came after a later one of their key, in all rounds together. `None` for inserts of a
+    /// subject without order: what reads them back for the ledger does so side by side.
+    pub(crate) inversions: Option<u64>,
+    /// Pairs of runs of a key at once; `None` as above.
+    pub(crate) overlaps: Option<u64>,
     pub(crate) duplicates: u64,
     pub(crate) messages_per_second_range: Option<[f64; 2]>,
     pub(crate) ratio_range: Option<[f64; 2]>,
@@ -36,7 +42,7 @@ pub(crate) struct Row {
     pub(crate) cpu_ratio: Option<f64>,
     pub(crate) p50_ms: Option<f64>,
     pub(crate) p999_ms: Option<f64>,
-    /// p99 divided by p99 of the run without poison (W4).
+    /// p99 divided by p99 of the run without poison (W4), or of `ratio_to` (W7).
     pub(crate) p99_ratio: Option<f64>,
     pub(crate) resident_mib: Option<f64>,
     /// What went wrong.
@@ -47,7 +53,12 @@ pub(crate) struct Row {
 }
 
 /// The rows of a suite.
-pub(crate) fn rows(suite: &Suite, queue_type: QueueType, results: &Results) -> Vec<Row> {
+pub(crate) fn rows(
+    suite: &Suite,
+    queue_type: QueueType,
+    database: Option<&str>,
+    results: &Results,
+) -> Vec<Row> {
     let mut subjects: Vec<_> = results.runs.keys().map(|(subject, _)| *subject).collect();
     subjects.dedup();
     let mut rows = Vec::new();
@@ -57,6 +68,20 @@ pub(crate) fn rows(suite: &Suite, queue_type: QueueType, results: &Results) -> V
             let cumulative = Compared::To(Subject::RawCumulative);
             rows.push(row(suite, queue_type, results, subject, cumulative));
         }
+        if subject == Subject::DurableLaneway
+            && subjects.iter().any(|other| other.is_durable_peer())
+        {
+            rows.push(row(
+                suite,
+                queue_type,
+                results,
+                subject,
+                Compared::ToBestPeer,
+            ));
+        }
+    }
+    for row in &mut rows {
+        row.database = database.map(str::to_owned);
     }
     rows
 }
@@ -75,6 +100,22 @@ fn each(
             _ => None,
         })
         .collect()
+}
+
+/// The figure of the best of the other libraries, round by round; those without figure are not among them.
+fn best_peer(
+    results: &Results,
+    figure: impl Fn(&Outcome) -> f64,
+    better: impl Fn(f64, f64) -> f64,
+) -> Option<Vec<f64>> {
+    let subjects = results.runs.keys().map(|(subject, _)| *subject);
+    subjects
+        .filter(|subject| subject.is_durable_peer())
+        .filter_map(|subject| each(results, subject, Part::Main, &figure))
+        .reduce(|best, other| {
+            let pairs = best.into_iter().zip(other);
+            pairs.map(|(best, other)| better(best, other)).collect()
+        })
 }
 
 fn ratios(of: Option<&Vec<f64>>, to: Option<&Vec<f64>>) -> Option<[f64; 3]> {
@@ -107,6 +148,11 @@ fn row(
             each(results, other, Part::Main, cpu),
             other.name().to_owned(),
         ),
+        Compared::ToBestPeer => (
+            best_peer(results, rate, f64::max),
+            best_peer(results, cpu, f64::min),
+            "best peer".to_owned(),
+        ),
         Compared::ToIdeal => (Some(results.ideal.clone()), None, "ideal".to_owned()),
         Compared::ToPlain => (
             of(Part::Plain, &rate),
@@ -128,10 +174,15 @@ fn row(
     let per_second = rates.as_deref().and_then(spread).filter(|_| ledger_ok);
     let ratio = ratio.filter(|_| ledger_ok);
     let resident = |outcome: &Outcome| outcome.resident_mib.unwrap_or(f64::NAN);
-    let p99_ratio = ratios(
-        of(Part::Paced, &latency(1)).as_ref(),
-        of(Part::PlainPaced, &latency(1)).as_ref(),
-    );
+    let work = suite.durable.map(|durable| durable.work);
+    let is_mixed = matches!(work, Some(Work::Mixed { .. }));
+    let paced = if is_mixed { Part::Main } else { Part::Paced };
+    let base_p99 = match compared {
+        Compared::To(other) if is_mixed => each(results, other, Part::Main, latency(1)),
+        _ => of(Part::PlainPaced, &latency(1)),
+    };
+    let p99_ratio = ratios(of(paced, &latency(1)).as_ref(), base_p99.as_ref());
+    let is_order_seen = subject.keeps_order() || !matches!(work, Some(Work::Insert { .. }));
     let verdicts = || {
         runs.iter()
             .filter_map(|run| Some(&run.as_ref().ok()?.verdict))
@@ -139,12 +190,14 @@ fn row(
     Row {
         workload: suite.name.clone(),
         workload_id: suite.workload,
-        queue_type: match (suite.workload, queue_type) {
-            (Workload::W10, _) => "none",
-            (_, QueueType::Classic) => "classic",
-            (_, QueueType::Quorum) => "quorum",
+        queue_type: match (suite.workload, suite.durable, queue_type) {
+            (_, Some(durable), _) => durable.database.name(),
+            (Workload::W10, ..) => "none",
+            (.., QueueType::Classic) => "classic",
+            (.., QueueType::Quorum) => "quorum",
         },
         subject: name,
+        database: None,
         messages_per_second: per_second.map(|rates| round(rates[0])),
         messages_per_second_range: per_second.map(range),
         ratio: ratio.map(|ratio| round(ratio[0])),
@@ -152,14 +205,15 @@ fn row(
         ratio_to: Some(ratio_to),
         cpu_ratio: ratios(processor.as_ref(), base_cpu.as_ref()).map(|ratio| round(ratio[0])),
         cpu_us_per_message: median(processor),
-        p50_ms: median(of(Part::Paced, &latency(0))),
-        p99_ms: median(of(Part::Paced, &latency(1))),
-        p999_ms: median(of(Part::Paced, &latency(2))),
+        p50_ms: median(of(paced, &latency(0))),
+        p99_ms: median(of(paced, &latency(1))),
+        p999_ms: median(of(paced, &latency(2))),
         p99_ratio: p99_ratio.map(|ratio| round(ratio[0])),
         resident_mib: median(of(Part::Main, &resident)).filter(|mib| mib.is_finite()),
         ledger_ok,
         keeps_order: subject.keeps_order(),
-        inversions: verdicts().map(|verdict| verdict.inversions).sum(),
+        inversions: is_order_seen.then(|| verdicts().map(|verdict| verdict.inversions).sum()),
+        overlaps: is_order_seen.then(|| verdicts().map(|verdict| verdict.overlaps).sum()),
         duplicates: verdicts().map(|verdict| verdict.duplicates).sum(),
         failure: runs.iter().find_map(|run| match run {
             Ok(outcome) if !passes(subject, outcome) => Some(outcome.verdict.words.clone()),

@@ -33,10 +33,14 @@ fn line(row: &Row) -> String {
         latency += &format!(" (p99 × {ratio:.2})");
     }
     let resident = number(row.resident_mib, 0);
-    let ledger = match (row.ledger_ok, row.keeps_order) {
-        (false, _) => "FAILED".to_owned(),
-        (true, true) => "in order".to_owned(),
-        (true, false) => format!("complete; {} inversions", row.inversions),
+    let ledger = match (row.ledger_ok, row.keeps_order, row.inversions, row.overlaps) {
+        (false, ..) => "FAILED".to_owned(),
+        (true, true, ..) => "in order".to_owned(),
+        (true, false, Some(inversions), Some(0)) => format!("complete; {inversions} inversions"),
+        (true, false, Some(inversions), Some(overlaps)) => {
+            format!("complete; {inversions} inversions, {overlaps} overlaps")
+        }
+        (true, false, ..) => "complete".to_owned(),
     };
     format!(
         "| {queue} | {subject} | {ratio} | {to} | {rate} | {cpu} | {latency} | {resident} | {ledger} |"

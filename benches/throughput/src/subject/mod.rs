@@ -1,6 +1,7 @@
 //! What is measured. Every subject consumes the same queue with the same prefetch, decodes each body, runs the
 //! same handler, acknowledges after success.
 
+mod durable;
 mod keyed;
 mod laneway;
 mod local;
@@ -16,6 +17,8 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::record::Record;
 use crate::workload::Shape;
+
+pub(crate) use durable::{Durable, Work};
 
 /// The prefetch of every subject.
 pub(crate) const PREFETCH: u16 = 512;
@@ -40,6 +43,14 @@ pub(crate) enum Subject {
     LocalChannels,
     /// No broker: Laneway's lanes.
     LocalLaneway,
+    /// A durable queue: a table written by hand.
+    RawSql,
+    /// A durable queue: Laneway's store.
+    DurableLaneway,
+    GraphileWorker,
+    GraphileWorkerKeyed,
+    Riverqueue,
+    Awa,
 }
 
 /// Kind of a queue.
@@ -52,12 +63,15 @@ pub(crate) enum QueueType {
 /// One run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Job {
+    /// The broker, or the database of this run.
     pub(crate) url: String,
     /// The name of the queue, or what the names of its queues begin with.
     pub(crate) name: String,
     pub(crate) queue_type: QueueType,
     pub(crate) subject: Subject,
     pub(crate) shape: Shape,
+    /// What it does with a durable queue, if that is what it has, and not one of a broker.
+    pub(crate) durable: Option<Durable>,
 }
 
 impl Job {
@@ -68,6 +82,7 @@ impl Job {
                 .map(|number| format!("{}-{number:02}", self.name))
                 .collect(),
             Subject::LocalChannels | Subject::LocalLaneway => Vec::new(),
+            _ if self.durable.is_some() => Vec::new(),
             _ => vec![self.name.clone()],
         }
     }
@@ -90,10 +105,15 @@ impl Subject {
             Self::RawCumulative => "raw-cumulative-64",
             Self::HandWrittenHash => "hand-written-hash",
             Self::HandWrittenMap => "hand-written-map",
-            Self::Laneway | Self::LocalLaneway => "laneway",
+            Self::Laneway | Self::LocalLaneway | Self::DurableLaneway => "laneway",
             Self::RuststreamLapin => "ruststream-lapin",
             Self::Beavers => "beavers",
             Self::LocalChannels => "raw-channels",
+            Self::RawSql => "raw-sql",
+            Self::GraphileWorker => "graphile-worker",
+            Self::GraphileWorkerKeyed => "graphile-worker-keyed",
+            Self::Riverqueue => "riverqueue",
+            Self::Awa => "awa",
         }
     }
 
@@ -122,6 +142,20 @@ impl Subject {
             Self::LocalLaneway => {
                 "Laneway's supervisor and 4 lanes, `concurrency(512)`, `max_in_flight(512)`, fed by a source in memory"
             }
+            Self::RawSql => {
+                "a table of three columns, one multi-row insert for each batch (SQLite: one transaction)"
+            }
+            Self::DurableLaneway => {
+                "Laneway's store, an ordered queue of one shard, everything else at its default"
+            }
+            Self::GraphileWorker => {
+                "`graphile_worker`, a local queue of 100, completions in batches of 5 ms, no named queues"
+            }
+            Self::GraphileWorkerKeyed => "the same with a named queue for each key",
+            Self::Riverqueue => "`riverqueue`, a fetch cooldown of 1 ms, one queue",
+            Self::Awa => {
+                "`awa`, its queue storage, one queue without deadlines, the key as ordering key"
+            }
         }
     }
 
@@ -147,16 +181,42 @@ impl Subject {
                 "No retry, no permit that lane-mates share, no acknowledgement: a slow message holds its lane."
             }
             Self::LocalLaneway => "Nothing is durable: it is the cost of the lanes alone.",
+            Self::RawSql => {
+                "It is no queue: nothing is claimed, handled, retried or recognised as a copy."
+            }
+            Self::DurableLaneway => {
+                "Not exactly-once: what was unsettled at a crash can run again."
+            }
+            Self::GraphileWorker => "No order per key.",
+            Self::GraphileWorkerKeyed => {
+                "One job of a key at a time, but no strict order per key: inversions are counted. A failed job \
+                 lets its successors pass while it waits."
+            }
+            Self::Riverqueue => "No order per key.",
+            Self::Awa => {
+                "No order per key: jobs are claimed in the order of their queue, and run side by side."
+            }
         }
+    }
+
+    /// Whether it is another library's durable queue.
+    pub(crate) fn is_durable_peer(self) -> bool {
+        matches!(
+            self,
+            Self::GraphileWorker | Self::GraphileWorkerKeyed | Self::Riverqueue | Self::Awa
+        )
     }
 
     /// Whether it promises order per key, and is held to it.
     pub(crate) fn keeps_order(self) -> bool {
-        self != Self::RawUnordered
+        self != Self::RawUnordered && !self.is_durable_peer()
     }
 
     /// Consumes everything; returns when all acknowledgements are known to be processed.
     pub(crate) async fn run(self, job: &Job, record: &Arc<Record>) -> Result<(), Error> {
+        if let Some(durable) = job.durable {
+            return durable::run(job, durable, record).await;
+        }
         match self {
             Self::RawSequential => raw::sequential(job, record).await,
             Self::RawUnordered => raw::unordered(job, record).await,
@@ -174,6 +234,12 @@ impl Subject {
             Self::RuststreamLapin | Self::Beavers => {
                 Err("built without the feature `peers`".into())
             }
+            Self::RawSql
+            | Self::DurableLaneway
+            | Self::GraphileWorker
+            | Self::GraphileWorkerKeyed
+            | Self::Riverqueue
+            | Self::Awa => Err("a durable queue needs a database".into()),
         }
     }
 }

@@ -34,14 +34,19 @@ impl Message {
         }
     }
 
-    /// The body.
-    pub(crate) fn json(key: u32, seq: u32, sent: u64) -> serde_json::Result<Vec<u8>> {
+    /// Padded so that its body has 256 bytes.
+    pub(crate) fn padded(key: u32, seq: u32, sent: u64) -> serde_json::Result<Self> {
         let mut message = Self {
             sent,
             ..Self::short(key, seq)
         };
         let bare = serde_json::to_vec(&message)?.len();
         message.padding = "x".repeat(BYTES.saturating_sub(bare));
-        serde_json::to_vec(&message)
+        Ok(message)
+    }
+
+    /// The body.
+    pub(crate) fn json(key: u32, seq: u32, sent: u64) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&Self::padded(key, seq, sent)?)
     }
 }
