@@ -69,7 +69,7 @@
 //! # Features
 //! - `rabbitmq` (default): the RabbitMQ transport.
 //! - `tls`: `amqps://` for it.
-//! - `sqlite`, `postgres`: the store for durable queues, in the application's own database.
+//! - `sqlite`, `postgres`: durable local queues in the application's own database.
 
 mod builder;
 mod bus;
@@ -109,7 +109,7 @@ pub use routing::RouteBuilder;
 pub use signal::shutdown_signal;
 pub use topology::{QueueSpec, QueueType, ShardMap, Shards, Topology};
 
-/// The program of the README is compiled as a test.
-#[cfg(doctest)]
+/// The programs of the README are compiled as tests.
+#[cfg(all(doctest, feature = "sqlite"))]
 #[doc = include_str!("../README.md")]
 struct Readme;
