@@ -454,6 +454,36 @@ async fn a_partitioned_queue_keeps_the_order_of_each_key_and_runs_keys_in_parall
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_waits_with_a_long_backlog_delays_no_other_key() {
+    let (tell, mut seen) = mpsc::unbounded_channel();
+    let handler = move |paid: Paid, _: Context| {
+        let tell: Sender = tell.clone();
+        async move {
+            if paid.account == 1 {
+                return Err(Failure::transient("not now"));
+            }
+            tell.send(("paid", paid.number))?;
+            Ok(())
+        }
+    };
+    let bus = started(
+        Bus::builder()
+            .keyed::<Paid>()
+            .handler_with::<Paid, _>(handler, |q| {
+                q.partitioned(2)
+                    .backoff(Backoff::constant(Duration::from_secs(3_600)))
+            }),
+    )
+    .await;
+    for number in 0..1_000 {
+        bus.publish(&Paid::new(1, number)).await.expect("published");
+    }
+    bus.publish(&Paid::new(2, 7)).await.expect("published");
+    assert_eq!(next(&mut seen).await, ("paid", 7));
+    stop(&bus).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_sequential_queue_handles_one_at_a_time_in_order_also_through_retries() {
     let running = Running::new();
     running.permits.add_permits(1_000);

@@ -70,6 +70,13 @@ pub(crate) fn spec(
             // Memory waits for ever, and there is no place for what is poison.
             settings.ack_timeout = None;
             settings.discard_poison = true;
+            if let QueueOrder::Partitioned(_) = queue.settings.order {
+                // What waits is in this process either way, and its bound is the queue's. With fewer credits the backlog
+                // of one key that waits would keep those of the others out of the lanes.
+                let bound = u32::try_from(queue.settings.bound).unwrap_or(u32::MAX);
+                let least = settings.concurrency.max(32);
+                settings.max_in_flight = Some(bound.clamp(least.min(65_535), 65_535));
+            }
             let buffered = BufferedQueue::new(&queue.name, queue.settings.bound);
             let source = Arc::new(BufferedSource(Arc::clone(&buffered)));
             locals.add(
@@ -79,6 +86,7 @@ pub(crate) fn spec(
             );
             Ok(EndpointSpec::new(settings, source, queue.handlers.clone()))
         }
+        // What lives on the transport is not asked here.
         Storage::Durable | Storage::Broker => {
             locals.add(queue.message_type, target(TargetKind::Durable), None);
             let Some(store) = store else {
