@@ -35,6 +35,10 @@ pub(crate) enum TargetKind {
 }
 
 /// What a message is for one durable queue.
+#[cfg_attr(
+    not(any(feature = "postgres", feature = "sqlite")),
+    expect(dead_code, reason = "a store reads it")
+)]
 pub(crate) struct ToQueue {
     pub(crate) queue: Arc<str>,
     pub(crate) envelope: Envelope,
@@ -65,6 +69,10 @@ pub(crate) struct Addressed {
     /// In the order of the queues' names, which is the order in which places are waited for.
     pub(crate) buffered: Vec<ToBuffered>,
     /// Whether it goes to its route on the transport too.
+    #[cfg_attr(
+        not(any(feature = "postgres", feature = "sqlite")),
+        allow(dead_code, reason = "a store reads it")
+    )]
     pub(crate) route: bool,
 }
 

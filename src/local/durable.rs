@@ -13,6 +13,10 @@ use super::settings::QueueOrder;
 use crate::publish::BusPublisher;
 
 /// A durable queue to be made.
+#[cfg_attr(
+    not(any(feature = "postgres", feature = "sqlite")),
+    expect(dead_code, reason = "a store reads it")
+)]
 pub(crate) struct DurableQueue {
     pub(crate) name: Arc<str>,
     pub(crate) order: QueueOrder,
@@ -50,6 +54,10 @@ pub(crate) struct HeldMessage {
 
 /// A store that runs. Dropping it stops it at once, as a crash would.
 pub(crate) trait RunningStore: Send + Sync {
+    #[cfg_attr(
+        not(any(feature = "postgres", feature = "sqlite")),
+        expect(dead_code, reason = "a store reads it")
+    )]
     fn as_any(&self) -> &dyn Any;
 
     /// A transaction around a handler that is called directly.
