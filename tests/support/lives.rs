@@ -236,6 +236,15 @@ pub fn new_loose(number: u64) -> NewMessage {
     }
 }
 
+pub fn new_seed(count: u64) -> NewMessage {
+    NewMessage {
+        queue: Seed::TYPE.into(),
+        key: None,
+        envelope: Envelope::of(&Seed(count), Encoding::MessagePack).expect("encoded"),
+        due: None,
+    }
+}
+
 /// One process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Life {
