@@ -21,6 +21,7 @@ use crate::feed::Feed;
 use crate::host::Host;
 use crate::local::durable::DurableQueues;
 use crate::local::plan::{LocalBuilder, Plan, Taken};
+use crate::local::settings::Storage;
 use crate::local::{self, Invocables, LocalQueues};
 use crate::parked::ParkedPlaces;
 use crate::publish::BusPublisher;
@@ -204,7 +205,7 @@ impl BusBuilder {
         let mut problem = |setting: &str, what: &str| {
             problems.push(Problem::new("", setting, what));
         };
-        let local_only = !self.local.handlers.is_empty()
+        let local_only = !(self.local.handlers.is_empty() && self.local.retired.is_empty())
             && self.endpoints.is_empty()
             && self.routes.is_empty()
             && self.topology.is_empty();
@@ -308,6 +309,7 @@ impl BusBuilder {
         let invocables = Invocables::of(&plan);
         let rules = (&self.type_rules[..], &self.rules);
         let mut store = self.store;
+        retire(&plan, store.as_deref_mut(), &mut problems);
         let (locals, local_specs) =
             local_endpoints(plan, store.as_deref_mut(), rules, &mut problems);
         if let Some(transport) = &self.transport {
@@ -381,6 +383,25 @@ impl BusBuilder {
             events,
             drain_deadline: self.drain_deadline,
         })
+    }
+}
+
+/// Tells the store which queues it empties, and which are none of its own.
+fn retire(
+    plan: &Plan,
+    store: Option<&mut (dyn DurableQueues + 'static)>,
+    problems: &mut Vec<Problem>,
+) {
+    if let Some(store) = store {
+        let elsewhere = plan.queues.iter();
+        let elsewhere = elsewhere.filter(|queue| queue.settings.storage != Storage::Durable);
+        let elsewhere = elsewhere.map(|queue| Arc::clone(&queue.name)).collect();
+        store.retire(plan.retired.clone(), elsewhere);
+        return;
+    }
+    for name in &plan.retired {
+        let what = "a retired queue is in a store, and the bus has none: give it one with `store(…)` (features `sqlite` and `postgres`), or remove it";
+        problems.push(Problem::new(&**name, "retired_queue", what));
     }
 }
 

@@ -526,3 +526,32 @@ fn all_problems_are_listed_at_once() {
         ]
     );
 }
+
+#[test]
+fn a_retired_queue_has_no_handler_and_a_store() {
+    let check = |builder: BusBuilder, way_out: &str| {
+        let found = found(builder);
+        let of_retired = found
+            .iter()
+            .filter(|(_, setting, _)| setting == "retired_queue");
+        let [(name, _, what)] = &of_retired.collect::<Vec<_>>()[..] else {
+            panic!("{found:?}")
+        };
+        assert!(name == "paid" || name == "gone", "{found:?}");
+        assert!(what.contains(way_out), "{found:?}");
+    };
+    check(bus().retired_queue("gone"), "`store(…)`");
+    #[cfg(feature = "sqlite")]
+    {
+        use laneway::store::sqlite::SqliteConfig;
+        let stored = || bus().store(SqliteConfig::file("never-opened.db"));
+        assert_eq!(found(stored().retired_queue("gone")), []);
+        check(
+            stored().retired_queue("gone").retired_queue("gone"),
+            "twice",
+        );
+        check(stored().retired_queue("paid"), "`durable()`");
+        let durable = stored().local_queues(|q| q.durable());
+        check(durable.retired_queue("paid"), "remove one of them");
+    }
+}

@@ -14,6 +14,7 @@ use super::config::{AnyConfig, StoreConfig};
 use super::engine::{Running, Slot};
 use super::membership::DurableMembership;
 use super::queue::{DurableAttempts, DurableParking, DurableSource, Place};
+use super::retired::Queues;
 use crate::builder::BusBuilder;
 use crate::bus::Bus;
 use crate::local::address::{DurableSink, ToQueue};
@@ -85,7 +86,7 @@ impl Bus {
 struct Description {
     store: DurableStore,
     slot: Arc<Slot>,
-    queues: Vec<QueueIdentity>,
+    queues: Queues,
 }
 
 impl Description {
@@ -93,7 +94,7 @@ impl Description {
         Self {
             store,
             slot: Arc::default(),
-            queues: Vec::new(),
+            queues: Queues::default(),
         }
     }
 
@@ -150,8 +151,13 @@ impl DurableQueues for Description {
             attempts: Some(Arc::new(DurableAttempts::new(slot, queue.transactional))),
             ..EndpointSpec::sharded(settings, queue.name, self.sources(&identity), handlers)
         };
-        self.queues.push(identity);
+        self.queues.handled.push(identity);
         spec
+    }
+
+    fn retire(&mut self, retired: Vec<Arc<str>>, elsewhere: Vec<Arc<str>>) {
+        self.queues.retired = retired;
+        self.queues.elsewhere = elsewhere;
     }
 
     fn sink(&self) -> Arc<dyn DurableSink> {

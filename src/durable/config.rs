@@ -7,8 +7,9 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 
 use super::engine::{Running, Slot};
+use super::retired::Queues;
 use crate::publish::BusPublisher;
-use crate::store::{QueueIdentity, StoreError, TransactionalStore};
+use crate::store::{StoreError, TransactionalStore};
 
 /// Settings of a store, with which a bus starts it.
 pub trait StoreConfig: Send + Sync + 'static {
@@ -50,7 +51,7 @@ pub(super) trait AnyConfig: Send + Sync {
     fn start(
         self: Box<Self>,
         slot: Arc<Slot>,
-        queues: Vec<QueueIdentity>,
+        queues: Queues,
         publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> BoxFuture<'static, Result<Running, StoreError>>;
@@ -64,7 +65,7 @@ impl<C: StoreConfig> AnyConfig for C {
     fn start(
         self: Box<Self>,
         slot: Arc<Slot>,
-        queues: Vec<QueueIdentity>,
+        queues: Queues,
         publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> BoxFuture<'static, Result<Running, StoreError>> {

@@ -16,10 +16,11 @@ use tracing::warn;
 use super::keeper::Keeper;
 use super::lent::Lent;
 use super::link::Claim;
+use super::retired::{self, Queues};
 use super::scope::TransactionScope;
 use super::sink::Sink;
 use crate::publish::BusPublisher;
-use crate::store::{QueueIdentity, Store, StoreError, TransactionalStore};
+use crate::store::{Store, StoreError, TransactionalStore};
 
 /// Threads of the store.
 const THREADS: usize = 2;
@@ -94,7 +95,7 @@ impl Running {
     pub(super) async fn start<S: TransactionalStore>(
         slot: Arc<Slot>,
         starting: impl Future<Output = Result<S, StoreError>> + Send + 'static,
-        queues: Vec<QueueIdentity>,
+        queues: Queues,
         publisher: Arc<BusPublisher>,
         remember_ids_for: Duration,
     ) -> Result<Self, StoreError> {
@@ -114,12 +115,14 @@ impl Running {
         };
         let started = handle.spawn(async move {
             let store = Arc::new(starting.await?);
-            store.declare(&queues).await?;
-            Ok(store)
+            store.declare(&queues.handled).await?;
+            retired::tell_unhandled(&*store, &queues).await;
+            Ok((store, queues.retired))
         });
-        let store: Arc<S> = started.await.map_err(|_| StoreError::Refused {
-            what: "the store panicked while starting".to_owned(),
-        })??;
+        let (store, to_retire): (Arc<S>, _) =
+            started.await.map_err(|_| StoreError::Refused {
+                what: "the store panicked while starting".to_owned(),
+            })??;
         let engine = Arc::new(Engine {
             sink: Sink::start(Arc::clone(&store) as Arc<dyn Store>, &handle),
             transactional: Box::new(
@@ -143,6 +146,9 @@ impl Running {
         handle.spawn(Arc::clone(&engine.keeper).run(Arc::clone(store)));
         handle.spawn(promote(Arc::clone(store)));
         handle.spawn(prune(Arc::clone(store), remember_ids_for));
+        for queue in to_retire {
+            handle.spawn(retired::retire(Arc::clone(store), engine.me, queue));
+        }
         *running.slot.lock() = Some(engine);
         Ok(running)
     }
@@ -209,7 +215,8 @@ async fn prune(store: Arc<dyn Store>, window: Duration) {
     }
 }
 
-fn tell_once(silent: &mut bool, store: &dyn Store, error: &StoreError, what: &str) {
+/// Logs the first of several errors.
+pub(super) fn tell_once(silent: &mut bool, store: &dyn Store, error: &StoreError, what: &str) {
     if !*silent {
         warn!(target: "laneway", store = store.name(), %error, "{what} while the database does not answer");
     }

@@ -20,6 +20,7 @@ mod lent;
 mod link;
 mod membership;
 mod queue;
+mod retired;
 mod scope;
 mod session;
 mod sink;

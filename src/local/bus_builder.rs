@@ -115,6 +115,21 @@ impl BusBuilder {
         self
     }
 
+    /// Nobody handles the durable queue of this name any more: each of its messages becomes a dead letter with the reason
+    /// `no-handler`, those that come late too, and none counts as handled. A handler that is removed leaves its queue's
+    /// messages in the database, where they wait, and each start warns of them; this is the way out.
+    ///
+    /// To be said only when no other program on the database handles the queue: this one competes with it for the
+    /// messages. It can be removed again once the queue is empty and nobody publishes to it.
+    ///
+    /// A name that has a handler here is refused by [`build`](Self::build), as is one without a store. One that the
+    /// database does not know is told in the log.
+    #[must_use]
+    pub fn retired_queue(mut self, name: &str) -> Self {
+        self.local.retired.push(name.to_owned());
+        self
+    }
+
     /// The ordering key of messages of type `T`, wherever they go. A key that is given on publishing wins.
     #[must_use]
     pub fn key_by<T: Message, K: Into<OrderingKey>>(

@@ -34,6 +34,9 @@ pub(crate) trait DurableQueues: Send + Sync {
         handlers: HandlerSet,
     ) -> EndpointSpec;
 
+    /// Which queues' messages are to become dead letters, and the names of queues with handlers that are not durable.
+    fn retire(&mut self, retired: Vec<Arc<str>>, elsewhere: Vec<Arc<str>>);
+
     /// Takes what is published.
     fn sink(&self) -> Arc<dyn DurableSink>;
 

@@ -23,6 +23,8 @@ pub(crate) struct LocalBuilder {
     pub(crate) queues: Vec<(String, QueueSettings)>,
     pub(crate) all: Vec<QueueSettings>,
     pub(crate) keys: Vec<(&'static str, KeySelector)>,
+    /// Queues whose messages become dead letters.
+    pub(crate) retired: Vec<String>,
 }
 
 struct Module {
@@ -38,6 +40,7 @@ pub(crate) struct Plan {
     pub(crate) keys: HashMap<&'static str, KeySelector>,
     /// Whether there is any handler.
     pub(crate) any: bool,
+    pub(crate) retired: Vec<Arc<str>>,
 }
 
 /// One local queue.
@@ -117,6 +120,9 @@ impl LocalBuilder {
             merged.push(settings);
         }
         self.check_reach(&reached, problems);
+        self.check_retired(&names, &merged, problems);
+        let retired = self.retired.iter().map(|name| name.as_str().into());
+        let retired = retired.collect();
         let any = !self.handlers.is_empty();
         let mut handlers: HashMap<String, Vec<LocalHandler>> = HashMap::new();
         for handler in self.handlers {
@@ -130,6 +136,7 @@ impl LocalBuilder {
             queues: queues.collect(),
             keys,
             any,
+            retired,
         }
     }
 
@@ -255,6 +262,28 @@ impl LocalBuilder {
                 let what =
                     format!("`{what}` fits none of its queues, so it has no effect; remove it");
                 problems.push(Problem::new(queue, setting, what));
+            }
+        }
+    }
+
+    fn check_retired(&self, names: &[String], settings: &[Merged], problems: &mut Vec<Problem>) {
+        for (number, name) in self.retired.iter().enumerate() {
+            let mut problem = |what: &str| problems.push(Problem::new(name, "retired_queue", what));
+            if name.is_empty() {
+                problem("no queue has an empty name");
+            }
+            if self.retired[..number].contains(name) {
+                problem("is said twice; remove one");
+            }
+            let of_name = names.iter().zip(settings).find(|(other, _)| *other == name);
+            match of_name.map(|(_, settings)| settings.storage) {
+                None => {}
+                Some(Storage::Durable) => problem(
+                    "the queue has a handler here, and its messages go to that; remove one of them",
+                ),
+                Some(_) => problem(
+                    "the queue has a handler here, but is not durable: say `durable()` of it until its messages in the database are handled, and remove `retired_queue`",
+                ),
             }
         }
     }

@@ -4,8 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use laneway_actors::{Envelope, MessageId, OrderingKey};
+use laneway_actors::{Envelope, MessageId, OrderingKey, ShardCount};
 
+use super::StoreError;
 use super::wake::Wake;
 
 /// Position of a message in its store: rises with the order of commits within a key, and says nothing
@@ -33,13 +34,32 @@ pub struct QueueIdentity {
     pub order: QueueOrder,
 }
 
+impl QueueIdentity {
+    /// As it is stored.
+    pub(crate) fn read(name: String, shards: i32, ordered: bool) -> Result<Self, StoreError> {
+        let order = match ordered {
+            false => QueueOrder::Unordered,
+            true => {
+                let count = u32::try_from(shards).ok().and_then(ShardCount::new);
+                QueueOrder::Ordered(count.ok_or_else(|| {
+                    StoreError::refused(format!(
+                        "the queue `{name}` has {shards} shards in the database, which this program does not allow"
+                    ))
+                })?)
+            }
+        };
+        let name = name.into();
+        Ok(Self { name, order })
+    }
+}
+
 /// Whether a queue has order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueueOrder {
     /// None: messages are claimed singly, by any node.
     Unordered,
     /// Order per key: each of so many shards is leased to one owner.
-    Ordered(laneway_actors::ShardCount),
+    Ordered(ShardCount),
 }
 
 /// A message to be stored.
@@ -136,6 +156,17 @@ impl Stored {
     pub fn id(&self) -> Option<&MessageId> {
         self.envelope.id.as_ref()
     }
+}
+
+/// A queue of the database that has messages, whether or not this process knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WaitingQueue {
+    /// The queue, as it was declared.
+    pub queue: QueueIdentity,
+    /// Unsettled messages that have their place.
+    pub backlog: u64,
+    /// Messages that wait for their time.
+    pub scheduled: u64,
 }
 
 /// How much of a queue is where.

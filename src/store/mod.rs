@@ -92,6 +92,7 @@ pub use lease::{Epoch, Lease, Ownership, Scope, Window};
 pub use membership::StoreMembership;
 pub use message::{
     Counts, Enqueued, NewMessage, Placed, QueueIdentity, QueueOrder, Sequence, Shard, Stored,
+    WaitingQueue,
 };
 pub use settle::{DeadMessage, DeadReason, Ending, FailedAttempt, HoldEnding, Settled, Settlement};
 pub use wake::Wakeup;
@@ -134,6 +135,13 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::Refused`] if a queue exists with another order or number of shards.
     fn declare<'a>(&'a self, queues: &'a [QueueIdentity]) -> Answer<'a, ()>;
+
+    /// What a queue was declared as, by whichever process; `None` if it never was. Makes nothing known here.
+    fn declared<'a>(&'a self, queue: &'a str) -> Answer<'a, Option<QueueIdentity>>;
+
+    /// The queues of the database that have unsettled or scheduled messages, by name, whether or not this process has
+    /// declared them. Costs a walk over all messages.
+    fn waiting_queues(&self) -> Answer<'_, Vec<WaitingQueue>>;
 
     /// Stores messages in a transaction of the store's own, all or none.
     fn enqueue(&self, batch: Vec<NewMessage>) -> Answer<'_, Enqueued>;

@@ -21,7 +21,7 @@ use super::wake::Wake;
 use super::{
     Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, Ownership,
     QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
-    TransactionalStore, Wakeup, Window,
+    TransactionalStore, WaitingQueue, Wakeup, Window,
 };
 
 mod claim;
@@ -166,6 +166,24 @@ impl Store for PostgresStore {
             }
             connection.done();
             Ok(())
+        })
+    }
+
+    fn declared<'a>(&'a self, queue: &'a str) -> Answer<'a, Option<QueueIdentity>> {
+        self.bounded("declared", async move {
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let identity = upkeep::declared(&mut connection, &self.names, queue).await?;
+            connection.done();
+            Ok(identity)
+        })
+    }
+
+    fn waiting_queues(&self) -> Answer<'_, Vec<WaitingQueue>> {
+        self.bounded("waiting_queues", async move {
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let waiting = upkeep::waiting_queues(&mut connection, &self.names).await?;
+            connection.done();
+            Ok(waiting)
         })
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use sqlx::postgres::PgRow;
 use sqlx::{Connection as _, PgConnection, Row as _};
 
 use super::enqueue;
@@ -11,7 +12,7 @@ use crate::store::columns::read_past;
 use crate::store::locks::locks;
 use crate::store::names::Names;
 use crate::store::plan::KnownQueue;
-use crate::store::{Counts, DeadMessage, QueueIdentity, QueueOrder, StoreError};
+use crate::store::{Counts, DeadMessage, QueueIdentity, QueueOrder, StoreError, WaitingQueue};
 
 pub(super) async fn declare(
     connection: &mut PgConnection,
@@ -136,6 +137,48 @@ pub(super) async fn prune(
     .execute(connection)
     .await?;
     Ok(done.rows_affected() as u32)
+}
+
+pub(super) async fn declared(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: &str,
+) -> Result<Option<QueueIdentity>, Fault> {
+    let row =
+        sqlx::query(&names.fill("SELECT name, shards, ordered FROM {t}queues WHERE name = $1"))
+            .bind(queue)
+            .fetch_optional(connection)
+            .await?;
+    row.as_ref().map(identity).transpose()
+}
+
+/// A queue by its first columns.
+fn identity(row: &PgRow) -> Result<QueueIdentity, Fault> {
+    let (name, shards, ordered): (String, i32, bool) =
+        (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+    QueueIdentity::read(name, shards, ordered).map_err(Fault::from)
+}
+
+pub(super) async fn waiting_queues(
+    connection: &mut PgConnection,
+    names: &Names,
+) -> Result<Vec<WaitingQueue>, Fault> {
+    let rows = sqlx::query(&names.fill(
+        "SELECT q.name, q.shards, q.ordered, m.backlog, m.scheduled FROM {t}queues AS q JOIN \
+         (SELECT queue, count(sequence) AS backlog, count(*) - count(sequence) AS scheduled \
+         FROM {t}messages GROUP BY queue) AS m ON m.queue = q.number ORDER BY q.name",
+    ))
+    .fetch_all(connection)
+    .await?;
+    let mut waiting = Vec::with_capacity(rows.len());
+    for row in &rows {
+        waiting.push(WaitingQueue {
+            queue: identity(row)?,
+            backlog: row.try_get::<i64, _>(3)?.unsigned_abs(),
+            scheduled: row.try_get::<i64, _>(4)?.unsigned_abs(),
+        });
+    }
+    Ok(waiting)
 }
 
 pub(super) async fn count(

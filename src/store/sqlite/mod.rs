@@ -24,7 +24,7 @@ use super::wake::{LocalWakes, Wake};
 use super::{
     Answer, Counts, DeadMessage, Durability, Enqueued, HoldEnding, Known, Lease, NewMessage,
     Ownership, QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError,
-    Stored, TransactionalStore, Wakeup, Window,
+    Stored, TransactionalStore, WaitingQueue, Wakeup, Window,
 };
 
 mod claim;
@@ -169,6 +169,24 @@ impl Store for SqliteStore {
             }
             connection.done();
             Ok(())
+        })
+    }
+
+    fn declared<'a>(&'a self, queue: &'a str) -> Answer<'a, Option<QueueIdentity>> {
+        self.bounded("declared", async move {
+            let mut connection = Guarded::from(&self.pools.readers).await?;
+            let identity = upkeep::declared(&mut connection, &self.names, queue).await?;
+            connection.done();
+            Ok(identity)
+        })
+    }
+
+    fn waiting_queues(&self) -> Answer<'_, Vec<WaitingQueue>> {
+        self.bounded("waiting_queues", async move {
+            let mut connection = Guarded::from(&self.pools.readers).await?;
+            let waiting = upkeep::waiting_queues(&mut connection, &self.names).await?;
+            connection.done();
+            Ok(waiting)
         })
     }
 

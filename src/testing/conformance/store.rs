@@ -70,6 +70,7 @@ macro_rules! store_conformance_suite {
             enqueuing::handled_ids_are_pruned_in_small_batches
             enqueuing::a_scheduled_message_gets_its_place_when_it_is_due_and_holds_nobody
             enqueuing::a_queue_keeps_its_identity
+            enqueuing::queues_with_messages_are_listed_whoever_declared_them
             enqueuing::a_batch_with_an_undeclared_queue_stores_nothing
             enqueuing::a_commit_gives_a_hint
             leases::a_fresh_lease_is_refused_and_an_expired_one_is_taken

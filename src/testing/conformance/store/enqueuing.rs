@@ -225,6 +225,50 @@ pub async fn a_queue_keeps_its_identity<A: StoreAdapter>(mut stage: Stage<A>) {
     }
 }
 
+/// A program learns of queues with messages that it has never declared, and what they are.
+pub async fn queues_with_messages_are_listed_whoever_declared_them<A: StoreAdapter>(
+    mut stage: Stage<A>,
+) {
+    let lease = stage.ordered("handled").await;
+    stage.declare("ordered", ordered(2)).await;
+    stage.declare("empty", QueueOrder::Unordered).await;
+    stage.declare("unordered", QueueOrder::Unordered).await;
+    let mut later = message("unordered", "a", 3);
+    later.due = Some(SystemTime::now() + LONG);
+    let batch = vec![
+        message("ordered", "a", 1),
+        message("ordered", "b", 2),
+        message("handled", "a", 1),
+        message("unordered", "a", 2),
+        later,
+    ];
+    stage.enqueue(batch).await;
+    let read = stage.read(&lease, 1).await;
+    let _ = stage.handled(&lease, &sequences(&read)).await;
+    stage.restart().await;
+    let waiting = stage.store.waiting_queues().await.expect("answers");
+    let waiting: Vec<_> = waiting
+        .iter()
+        .map(|one| {
+            (
+                &*one.queue.name,
+                one.queue.order,
+                one.backlog,
+                one.scheduled,
+            )
+        })
+        .collect();
+    let expected = [
+        ("ordered", ordered(2), 2, 0),
+        ("unordered", QueueOrder::Unordered, 1, 1),
+    ];
+    assert_eq!(waiting, expected);
+    let declared = stage.store.declared("ordered").await.expect("answers");
+    assert_eq!(declared.map(|queue| queue.order), Some(ordered(2)));
+    let never = stage.store.declared("never").await.expect("answers");
+    assert_eq!(never, None);
+}
+
 /// A batch is stored as a whole or not at all.
 pub async fn a_batch_with_an_undeclared_queue_stores_nothing<A: StoreAdapter>(stage: Stage<A>) {
     stage.ordered("q").await;
