@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Forwards to one address until it is dropped.
@@ -9,6 +10,7 @@ pub struct Proxy {
     address: SocketAddr,
     connections: Arc<Mutex<Vec<TcpStream>>>,
     valve: Arc<Valve>,
+    refusing: Arc<AtomicBool>,
 }
 
 /// Lets bytes through, or holds them back.
@@ -44,9 +46,15 @@ impl Proxy {
         let (target, kept) = (target.to_owned(), Arc::downgrade(&connections));
         let valve = Arc::new(Valve::default());
         let passing = Arc::clone(&valve);
+        let refusing = Arc::new(AtomicBool::new(false));
+        let refuses = Arc::clone(&refusing);
         std::thread::spawn(move || {
             for accepted in listener.incoming() {
                 let Some(kept) = kept.upgrade() else { return };
+                if refuses.load(Ordering::SeqCst) {
+                    // Dropping the connection ends it.
+                    continue;
+                }
                 let (Ok(client), Ok(server)) = (accepted, TcpStream::connect(&target)) else {
                     continue;
                 };
@@ -63,6 +71,7 @@ impl Proxy {
             address,
             connections,
             valve,
+            refusing,
         }
     }
 
@@ -87,7 +96,12 @@ impl Proxy {
         self.valve.set(false);
     }
 
-    /// Cuts every connection. New ones are accepted.
+    /// Whether new connections end at once.
+    pub fn refuse(&self, refuse: bool) {
+        self.refusing.store(refuse, Ordering::SeqCst);
+    }
+
+    /// Cuts every connection. New ones are accepted, unless [refused](Self::refuse).
     pub fn cut(&self) {
         let mut connections = self
             .connections
