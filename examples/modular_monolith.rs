@@ -87,14 +87,15 @@ async fn run(options: &Options) -> Result<ExitCode, Box<dyn Error>> {
 
 async fn run_at(options: &Options, place: Place) -> Result<ExitCode, Box<dyn Error>> {
     let began = Instant::now();
+    // The store first: it refuses a database that it cannot use, before anything is created there.
+    let recovered = Census::take(&place).await?.waiting;
+    let database = Database::open(&place).await?;
     let plan = Plan {
         place,
         orders: options.orders,
+        shares: orders::shares(database.orders_by_customer().await?, options.orders),
         crash_after: options.crash_after,
     };
-    // The store first: it refuses a database that it cannot use, before anything is created there.
-    let recovered = Census::take(&plan.place).await?.waiting;
-    let database = Database::open(&plan.place).await?;
     if !options.json {
         report::print_goal(options, &plan.place, recovered);
     }

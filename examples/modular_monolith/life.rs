@@ -28,7 +28,10 @@ const DRAIN: Duration = Duration::from_secs(10);
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Plan {
     pub place: Place,
+    /// How many orders there are to be in the end.
     pub orders: u64,
+    /// How many of them are whose, by customer.
+    pub shares: Vec<u64>,
     pub crash_after: Option<u64>,
 }
 
@@ -90,7 +93,7 @@ pub(crate) async fn work<T>(
     let store = bus.store().ok_or("the store has stopped by itself")?;
     let (opens, open) = watch::channel(false);
     let placing = async {
-        let place = || place_all(bus, database, plan.orders, open.clone());
+        let place = || place_all(bus, database, &plan.shares, open.clone());
         match database {
             // It has one writer, for which handlers wait as well.
             Database::Sqlite(_) => place().await?,

@@ -37,9 +37,25 @@ impl OrderPlaced {
     }
 }
 
-/// How many of so many orders are this customer's.
-fn share(customer: u64, orders: u64) -> u64 {
-    orders / CUSTOMERS + u64::from(customer < orders % CUSTOMERS)
+/// How many orders each customer is to have, given how many they have, so that there are `orders` in all: more for
+/// those who have the fewest. If there are as many already, nobody gets more.
+///
+/// Orders that were placed meanwhile towards this change nothing: so every run comes to the same shares.
+pub(crate) fn shares(mut have: Vec<u64>, orders: u64) -> Vec<u64> {
+    let in_all = |have: &[u64], least: u64| have.iter().map(|one| least.max(*one)).sum::<u64>();
+    if in_all(&have, 0) >= orders {
+        return have;
+    }
+    let mut least = orders / have.len() as u64;
+    while in_all(&have, least) > orders {
+        least -= 1;
+    }
+    let mut rest = orders - in_all(&have, least);
+    for one in have.iter_mut().filter(|one| **one <= least) {
+        *one = least + rest.min(1);
+        rest -= rest.min(1);
+    }
+    have
 }
 
 /// Why an order was not placed.
@@ -97,28 +113,24 @@ impl Database {
     }
 }
 
-/// Places orders, until every customer has their share of so many, whoever placed them. Waits while `open` says so.
+/// Places orders, until every customer has their share, whoever placed them. Waits while `open` says so.
 ///
 /// # Errors
 /// When orders could not be placed many times in sequence.
 pub(crate) async fn place_all(
     bus: &Bus,
     database: &Database,
-    orders: u64,
+    shares: &[u64],
     mut open: watch::Receiver<bool>,
 ) -> Result<(), String> {
-    let customers = 0..CUSTOMERS;
-    let mut left: Vec<_> = customers.filter(|one| share(*one, orders) > 0).collect();
+    let mut left: Vec<_> = (0..).zip(shares).filter(|(_, most)| **most > 0).collect();
     let mut failures = 0;
     while !left.is_empty() {
         // An error is the end of whoever looks after the backlog, and with it of this run.
         let _ = open.wait_for(|open| *open).await;
         let place = fastrand::usize(..left.len());
-        let customer = left[place];
-        match database
-            .place_next(bus, customer, share(customer, orders))
-            .await
-        {
+        let (customer, most) = left[place];
+        match database.place_next(bus, customer, *most).await {
             Ok(Did::Order | Did::ChangeTheirMind) => failures = 0,
             Ok(Did::Nothing) => drop(left.swap_remove(place)),
             // Whether it was placed after all does not matter here: the next look at the customer's count tells.

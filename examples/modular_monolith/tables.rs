@@ -10,7 +10,7 @@ use sqlx::postgres::{PgPoolOptions, Postgres};
 use sqlx::sqlite::{Sqlite, SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions};
 use sqlx::{Executor as _, Pool};
 
-use crate::orders::OrderPlaced;
+use crate::orders::{CUSTOMERS, OrderPlaced};
 use crate::place::Place;
 
 /// Connections of Orders, and of who counts.
@@ -172,6 +172,19 @@ impl Database {
                 .await?;
             Ok(())
         })
+    }
+
+    /// How many orders each customer has.
+    pub(crate) async fn orders_by_customer(&self) -> Result<Vec<u64>, sqlx::Error> {
+        let rows: Vec<(i64, i64)> = on_either!(self, tables => {
+            let text = format!("SELECT customer, orders FROM {}customers", tables.prefix);
+            sqlx::query_as(&text).fetch_all(&tables.pool).await?
+        });
+        let mut all = vec![0; CUSTOMERS as usize];
+        for (customer, orders) in rows {
+            all[customer as usize] = orders as u64;
+        }
+        Ok(all)
     }
 
     /// The number of orders.
