@@ -11,8 +11,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use sqlx::sqlite::SqliteConnectOptions;
-use sqlx::{ConnectOptions as _, Connection as _, PgConnection};
+use sqlx::postgres::PgRow;
+use sqlx::sqlite::{SqliteConnectOptions, SqliteRow};
+use sqlx::{ConnectOptions as _, Connection as _, FromRow, PgConnection};
 
 #[path = "support/job.rs"]
 mod job;
@@ -62,35 +63,44 @@ impl World {
         Job::of("modular_monolith", &arguments)
     }
 
-    /// The rows of a table of orders, in their sequence. Each look has a connection of its own, which cannot write: so
-    /// it is never the one that repairs the file after a kill.
-    async fn rows(&self, table: &str, order_by: &str) -> Result<Vec<Order>, sqlx::Error> {
-        let table = self.database.table(table);
-        let text = format!("SELECT customer, number FROM {table} ORDER BY {order_by}");
+    /// What a query answers. Each has a connection of its own, which cannot write: so it is never the one that repairs
+    /// the file after a kill.
+    async fn ask<T>(&self, query: &str) -> Result<Vec<T>, sqlx::Error>
+    where
+        T: for<'r> FromRow<'r, SqliteRow> + for<'r> FromRow<'r, PgRow> + Send + Unpin,
+    {
         match &self.database {
             Database::Sqlite(_) => {
                 let options = SqliteConnectOptions::new().filename(self.database.file());
                 let mut connection = options.read_only(true).connect().await?;
-                let rows = sqlx::query_as(&text).fetch_all(&mut connection).await;
+                let rows = sqlx::query_as(query).fetch_all(&mut connection).await;
                 connection.close().await?;
                 rows
             }
             Database::Postgres { .. } => {
                 let mut connection = PgConnection::connect(&postgres_url()).await?;
-                let rows = sqlx::query_as(&text).fetch_all(&mut connection).await;
+                let rows = sqlx::query_as(query).fetch_all(&mut connection).await;
                 connection.close().await?;
                 rows
             }
         }
     }
 
+    /// The rows of a table of orders.
+    async fn rows(&self, table: &str, order_by: &str) -> Vec<Order> {
+        let table = self.database.table(table);
+        let query = format!("SELECT customer, number FROM {table} ORDER BY {order_by}");
+        self.ask(&query).await.expect("read")
+    }
+
     /// How many effects there are; none as long as there are no tables.
     async fn effects(&self) -> u64 {
-        let mut all = 0;
-        for table in ["shipments", "invoices"] {
-            all += self.rows(table, "id").await.map_or(0, |rows| rows.len());
-        }
-        all as u64
+        let [shipments, invoices] = ["shipments", "invoices"].map(|name| self.database.table(name));
+        let query = format!(
+            "SELECT (SELECT count(*) FROM {shipments}) + (SELECT count(*) FROM {invoices})"
+        );
+        let rows: Vec<(i64,)> = self.ask(&query).await.unwrap_or_default();
+        rows.first().map_or(0, |(count,)| *count as u64)
     }
 
     /// Waits until there are so many effects. The process must not end before.
@@ -150,7 +160,8 @@ async fn every_effect_is_applied_once_and_in_sequence(world: World) {
     let (orders, kills) = counts();
     let dead = orders / 500;
     let part = (2 * orders - dead) / (kills + 1);
-    let seed = fastrand::u64(..);
+    // Of the moments that are chosen here; when the processes reach them is another matter.
+    let seed = if is_soak() { fastrand::u64(..) } else { 7 };
     println!("seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
     let in_turn: &[Kill] = match world.nodes {
@@ -209,11 +220,11 @@ async fn every_effect_is_applied_once_and_in_sequence(world: World) {
     }
 
     let placed = world.rows("orders", "customer, number").await;
-    let placed: BTreeSet<Order> = placed.expect("read").into_iter().collect();
+    let placed: BTreeSet<Order> = placed.into_iter().collect();
     assert_eq!(placed.len() as u64, orders);
     for (table, without) in [("shipments", 0), ("invoices", dead)] {
         let mut last = BTreeMap::new();
-        let rows = world.rows(table, "id").await.expect("read");
+        let rows = world.rows(table, "id").await;
         for &(customer, number) in &rows {
             assert!(placed.contains(&(customer, number)), "{table}: no order");
             let before = last.insert(customer, number);
