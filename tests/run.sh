@@ -32,12 +32,14 @@ die() {
 }
 
 counts='--messages 20000 --keys 500 --concurrency 16'
+orders='--orders 1000 --temporary --json'
 instances='--messages 6000 --keys 200 --seconds 10 --json'
 while (($# > 0)); do
     case $1 in
     --soak)
         counts='--messages 200000 --keys 5000 --concurrency 16'
         instances='--messages 60000 --keys 1000 --json'
+        orders='--orders 20000 --temporary --json'
         export LANEWAY_SOAK=1
         ;;
     -h | --help)
@@ -51,11 +53,14 @@ done
 
 # ---- The examples ---------------------------------------------------------------------------
 # One line each: the name and its arguments. They check themselves, and exit non-zero if what they
-# show is not so. "$counts" and "$instances" are the sizes of this run; the word @amqp stands
-# for the broker's URL, which is never printed. A file in examples/ that stands in no line is a failed
-# step.
+# show is not so. "$counts", "$instances" and "$orders" are the sizes of this run; the words @amqp and
+# @postgres stand for the URLs of the broker and the database, which are never printed. A file in
+# examples/ that stands in no line is a failed step.
 examples=(
     "actix_embedding"
+    "modular_monolith $orders"
+    "modular_monolith $orders --postgres @postgres"
+    "modular_monolith $orders --postgres @postgres --nodes 2"
     "ordered_orders $counts --poison 20 --json"
     "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type classic"
     "ordered_orders $counts --poison 20 --json --amqp @amqp --queue-type quorum"
@@ -380,8 +385,9 @@ run_examples() {
     for line in "${examples[@]}"; do
         read -r -a words <<<"$line"
         words=("${words[@]/#@amqp/"$LANEWAY_AMQP_URL"}")
+        words=("${words[@]/#@postgres/"$LANEWAY_POSTGRES_URL"}")
         step "example $line" \
-            cargo run --locked --release --quiet --example "${words[0]}" -- "${words[@]:1}"
+            cargo run --locked --release --quiet --features sqlite,postgres --example "${words[0]}" -- "${words[@]:1}"
     done
 }
 
@@ -392,6 +398,13 @@ count_costs() {
         return 1
     fi
     cargo bench --locked --quiet --package laneway --bench path_cost
+}
+
+# With --test, cargo does not build the example that the test runs.
+test_crashes() {
+    local features=(--no-default-features --features sqlite,postgres)
+    cargo build --locked --package laneway "${features[@]}" --example modular_monolith &&
+        cargo test --locked --package laneway "${features[@]}" --test crash_loop
 }
 
 die_unlisted() {
@@ -407,6 +420,8 @@ step 'formatting' cargo fmt --all --check
 step 'clippy' cargo clippy --locked --workspace --all-targets -- -D warnings
 step 'clippy without the default features' \
     cargo clippy --locked --package laneway --no-default-features -- -D warnings
+step 'clippy with both stores' cargo clippy --locked --package laneway --features sqlite,postgres \
+    --all-targets -- -D warnings
 step 'clippy with TLS' cargo clippy --locked --package laneway --features tls -- -D warnings
 for store in sqlite postgres; do
     step "clippy with the store $store alone" cargo clippy --locked --package laneway \
@@ -417,7 +432,9 @@ step 'documentation' \
 step 'tests' cargo test --locked --workspace --no-fail-fast
 step 'tests of the stores' cargo test --locked --package laneway --no-fail-fast \
     --no-default-features --features sqlite,postgres --lib --test store_sqlite --test store_postgres
-step 'examples build' cargo build --locked --release --package laneway --examples
+step 'tests of crashes' test_crashes
+step 'examples build' cargo build --locked --release --package laneway --features sqlite,postgres \
+    --examples
 run_examples
 step 'cost of a message' count_costs
 
