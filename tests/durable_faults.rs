@@ -123,6 +123,7 @@ enum Step {
     Read,
     Claim,
     Start,
+    StartCommit,
     /// In the handler's transaction, before its commit.
     Handler,
     Commit,
@@ -188,13 +189,19 @@ impl Stand {
     async fn new(queue: Queue, poison: bool) -> Self {
         let proxy = Proxy::to(&server());
         let database = Database::postgres_at(url_of(&proxy));
+        let seen = Arc::new(Seen::default());
+        let bus = start(&database, queue, Arc::clone(&seen), poison).await;
+        Self {
+            seen,
+            ..Self::of(proxy, database, bus).await
+        }
+    }
+
+    async fn of(proxy: Proxy, database: Database, bus: Bus) -> Self {
         let Database::Postgres { schema, .. } = &database else {
             panic!("it is one")
         };
         let schema = schema.clone();
-        let seen = Arc::new(Seen::default());
-        let bus = start(&database, queue, Arc::clone(&seen), poison).await;
-        let store = bus.store().expect("it runs");
         let app = App::at(&url_of(&proxy)).await;
         app.run(&format!(
             "CREATE TABLE {schema}.effects (place bigserial, key bigint, number bigint, n bigint); \
@@ -209,9 +216,9 @@ impl Stand {
             database,
             schema,
             proxy,
+            store: bus.store().expect("it runs"),
             bus,
-            store,
-            seen,
+            seen: Arc::default(),
             app,
             control,
             looking,
@@ -226,6 +233,11 @@ impl Stand {
             Step::Publish | Step::EnqueueIn => ("BEFORE INSERT", "messages", ""),
             Step::Claim => ("BEFORE UPDATE OF claim", "messages", ""),
             Step::Start => ("BEFORE UPDATE OF attempts", "messages", ""),
+            Step::StartCommit => (
+                "AFTER UPDATE OF attempts",
+                "messages",
+                "DEFERRABLE INITIALLY DEFERRED",
+            ),
             Step::Settle => ("BEFORE DELETE", "messages", ""),
             Step::DeadLetter => ("BEFORE INSERT", "dead_letters", ""),
             Step::Handler => ("BEFORE INSERT", "effects", ""),
@@ -337,6 +349,19 @@ impl Stand {
         publishing.collect()
     }
 
+    /// The effects of each key are all there, in order, and once.
+    async fn assert_effects(&self) {
+        let schema = &self.schema;
+        let effects =
+            format!("SELECT key * 1000000 + number FROM {schema}.effects ORDER BY key, n");
+        let expected = (0..KEYS).flat_map(|key| (1..=2 * half()).map(move |n| (key, n)));
+        let expected = expected.map(|(key, n)| (key * 1_000_000 + n) as i64);
+        // Past the proxy.
+        let app = App::at(&stores::postgres_url()).await;
+        let found = app.numbers(&effects).await;
+        assert_eq!(found, expected.collect::<Vec<_>>());
+    }
+
     async fn end(self) {
         let report = self.bus.shutdown(DRAIN).await;
         assert!(report.is_clean(), "{report:?}");
@@ -422,7 +447,11 @@ async fn start(database: &Database, queue: Queue, seen: Arc<Seen>, poison: bool)
         .local_queue("work", |q| match queue {
             Queue::Ordered => q.durable().partitioned(8).shards(2),
             Queue::Unordered => q.durable().max_parallel(8),
-            Queue::Transactional => q.durable().partitioned(8).shards(2).transactional(),
+            // What waits for an answer that never comes.
+            Queue::Transactional => {
+                let q = q.durable().partitioned(8).shards(2).transactional();
+                q.handler_timeout(Duration::from_secs(8))
+            }
         })
         .build()
         .expect("a valid bus")
@@ -461,15 +490,7 @@ async fn story(queue: Queue, step: Step, fault: Fault) {
     assert_eq!(counts.dead, KEYS * 2 * half() - all, "only the poison died");
     let seen = &stand.seen;
     if queue == Queue::Transactional {
-        let schema = &stand.schema;
-        let effects =
-            format!("SELECT key * 1000000 + number FROM {schema}.effects ORDER BY key, n");
-        let expected = (0..KEYS).flat_map(|key| (1..=2 * half()).map(move |n| (key, n)));
-        let expected: Vec<_> = expected
-            .map(|(key, n)| (key * 1_000_000 + n) as i64)
-            .collect();
-        let found = stand.app.numbers(&effects).await;
-        assert_eq!(found, expected, "effects of each key in order and once");
+        stand.assert_effects().await;
         let again = seen.highest_attempt.load(Ordering::SeqCst);
         assert!(again <= 2, "one outage cost {again} attempts");
     } else {
@@ -496,6 +517,109 @@ async fn settled(store: &dyn Store) {
     };
     let in_time = tokio::time::timeout(PATIENCE, empty).await;
     in_time.expect("the queue is empty in time");
+}
+
+/// A start whose commit is unknown is made again; the attempt counts once all the same. Seen in the numbers after a pause
+/// that is spent in the store.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_outage_at_a_start_costs_no_attempt() {
+    let proxy = Proxy::to(&server());
+    let database = Database::postgres_at(url_of(&proxy));
+    let attempts = Arc::new(Mutex::new(Vec::new()));
+    let made = Arc::clone(&attempts);
+    let bus = database
+        .under(Bus::builder())
+        .keyed::<Work>()
+        .handler::<Work, _>(move |_: Work, cx: Context| {
+            let made = Arc::clone(&made);
+            async move {
+                made.lock().expect("unharmed").push(cx.attempt());
+                Err::<(), _>(Failure::transient("always"))
+            }
+        })
+        .local_queue("work", |q| {
+            q.durable()
+                .partitioned(1)
+                .max_delivery_attempts(3)
+                .backoff(Backoff::constant(Duration::from_millis(1_500)))
+        })
+        .build()
+        .expect("a valid bus")
+        .start()
+        .await
+        .expect("started");
+    let mut stand = Stand::of(proxy, database, bus).await;
+    stand.close_gate(Step::StartCommit).await;
+    let work = Work { key: 1, number: 1 };
+    stand.bus.publish(&work).await.expect("stored");
+    stand.interrupt(Step::StartCommit, Fault::Cut).await;
+    settled(&*stand.store).await;
+    assert_eq!(*attempts.lock().expect("unharmed"), [1, 2, 3]);
+    let dead = stand.store.dead_letters("work", 0, 10).await.expect("read");
+    let past = dead.iter().flat_map(|dead| &dead.past);
+    let past: Vec<_> = past.map(|one| one.attempt).collect();
+    assert_eq!(past, [1, 2, 3]);
+    assert_eq!(dead[0].message.attempts, 3);
+    stand.end().await;
+}
+
+/// Connections that are open when the fault begins are silent for ever, as behind a firewall that has forgotten them; new
+/// ones work.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_are_silent_for_ever_are_given_up() {
+    let mut stand = Stand::new(Queue::Transactional, false).await;
+    let go = watch::Sender::new(false);
+    let publishing = stand.publish(Step::Commit, &go);
+    stand.seen.reach(KEYS * half()).await;
+    stand.close_gate(Step::Commit).await;
+    go.send(true).expect("they publish");
+    stand.somebody_waits(Step::Commit).await;
+    stand.proxy.forget();
+    stand.open_gate(Step::Commit).await;
+    for publishing in publishing {
+        let published = tokio::time::timeout(PATIENCE, publishing).await;
+        published.expect("in time").expect("published");
+    }
+    stand.seen.reach(KEYS * 2 * half()).await;
+    settled(&*stand.store).await;
+    stand.assert_effects().await;
+    stand.end().await;
+}
+
+/// Each of Laneway's connections may be ended by the server at any moment.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_the_server_ends_at_random_lose_nothing() {
+    let mut stand = Stand::new(Queue::Transactional, false).await;
+    let go = watch::Sender::new(true);
+    let publishing = stand.publish(Step::Publish, &go);
+    let seen = Arc::clone(&stand.seen);
+    let all = tokio::spawn(async move { seen.reach(KEYS * 2 * half()).await });
+    let mut ended = 0;
+    while !all.is_finished() {
+        // Those of this test: only they come from these ports.
+        let ports = stand.proxy.ports();
+        if let Some(port) = fastrand::choice(ports) {
+            let text = format!(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
+                 WHERE client_port = {port} AND application_name = 'laneway'"
+            );
+            let count: i64 = sqlx::query_scalar(&text)
+                .fetch_one(&mut stand.looking)
+                .await
+                .expect("terminated");
+            ended += count;
+        }
+        // How often connections are ended.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(20..150))).await;
+    }
+    assert!(ended > 0, "some connections were ended");
+    all.await.expect("all in time");
+    for publishing in publishing {
+        publishing.await.expect("published");
+    }
+    settled(&*stand.store).await;
+    stand.assert_effects().await;
+    stand.end().await;
 }
 
 macro_rules! stories {

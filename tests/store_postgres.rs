@@ -13,7 +13,7 @@ use laneway::actors::port::{Announcement, MemberId};
 use laneway::actors::{Envelope, ShardCount};
 use laneway::store::postgres::{PostgresConfig, PostgresStore};
 use laneway::store::{
-    Counts, Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard,
+    Counts, Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard, Start,
     Store as _, StoreError, TransactionalStore as _, Window,
 };
 use laneway::testing::conformance::store::StoreAdapter;
@@ -332,7 +332,11 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
     let read = store.read(&lease, &Window::of(9)).await.expect("reads");
     // More often than the pool has connections, so that each of them has started and then settles.
     for message in &read {
-        let started = store.start(&lease, &[message.sequence]).await;
+        let start = Start {
+            sequence: message.sequence,
+            attempt: 1,
+        };
+        let started = store.start(&lease, &[start]).await;
         started.expect("starts");
     }
     for message in &read {

@@ -11,7 +11,7 @@ use laneway::actors::port::MemberId;
 use laneway::actors::{Envelope, ShardCount};
 use laneway::store::sqlite::{SqliteConfig, SqliteStore};
 use laneway::store::{
-    Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard, Store as _,
+    Ending, NewMessage, Provision, QueueIdentity, QueueOrder, Settlement, Shard, Start, Store as _,
     StoreError, TransactionalStore as _, Window,
 };
 use laneway::testing::conformance::store::StoreAdapter;
@@ -171,7 +171,11 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
             stored.expect("stores").committed();
             let read = store.read(&lease, &Window::of(9)).await.expect("reads");
             let sequence = [read[0].sequence];
-            let mut starting = store.start(&lease, &sequence);
+            let start = [Start {
+                sequence: sequence[0],
+                attempt: 1,
+            }];
+            let mut starting = store.start(&lease, &start);
             let mut started = None;
             for _ in 0..polls {
                 // Polled each time that it was woken, so that it stops in another place each time.

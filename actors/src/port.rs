@@ -178,7 +178,9 @@ pub enum ParkError {
 /// What a source does around each attempt of its deliveries, where it does anything: a store counts attempts
 /// durably, and makes a transaction of each.
 pub trait Attempts: Send + Sync + 'static {
-    /// Just before the handler is called. Resolves when the attempt is durably counted, with what surrounds it.
+    /// Just before the handler is called in the attempt of this number, from 1. Resolves when the attempt is durably
+    /// counted, with what surrounds it. May come again with the same number, where an attempt did not start after all:
+    /// that counts once.
     ///
     /// # Errors
     /// [`SessionLost`]: the attempt must not start.
@@ -188,6 +190,7 @@ pub trait Attempts: Send + Sync + 'static {
     fn begin(
         &self,
         delivery: &Arc<Delivery>,
+        attempt: u32,
     ) -> BoxFuture<'static, Result<Option<Arc<dyn Scope>>, SessionLost>>;
 
     /// An attempt failed; kept with the message's past, once it is settled. Does not wait.

@@ -30,6 +30,8 @@ const PROMOTE: Duration = Duration::from_millis(250);
 const PROMOTE_AT_ONCE: u32 = 1_000;
 /// How often ids of messages that ended long ago are looked for.
 const PRUNE: Duration = Duration::from_secs(10);
+/// How long closing the connections may take.
+const CLOSE: Duration = Duration::from_secs(5);
 /// Ids that are forgotten at once at most: small transactions disturb nobody.
 const PRUNE_AT_ONCE: u32 = 1_000;
 
@@ -156,8 +158,14 @@ impl Running {
     /// Closes the store. Whatever is under way fails.
     pub(super) async fn stop(&self) {
         let engine = self.slot.lock().take();
-        if let Some(engine) = engine {
-            engine.store.close().await;
+        if let Some(engine) = engine
+            && tokio::time::timeout(CLOSE, engine.store.close())
+                .await
+                .is_err()
+        {
+            // A connection on which nobody answers, or one that a handler still holds. With the threads ends what
+            // remains.
+            warn!(target: "laneway", store = engine.store.name(), "not every connection could be closed in time");
         }
         self.end_threads();
     }

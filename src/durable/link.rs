@@ -6,7 +6,7 @@ use laneway_actors::port::{Ack, SessionLost};
 use laneway_actors::{Delivery, FailureKind, SessionState};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::store::{FailedAttempt, Lease, Sequence, Settlement, StoreError};
+use crate::store::{FailedAttempt, Lease, Sequence, Settlement, Start, StoreError};
 
 /// The way to one session.
 pub(super) struct Link {
@@ -21,7 +21,7 @@ pub(super) enum Order {
     /// These have ended.
     Acknowledge(Vec<Ack>),
     /// Counts an attempt that is about to start.
-    Start(Sequence, oneshot::Sender<()>),
+    Start(Start, oneshot::Sender<()>),
     /// Moves a message to the dead letters, or keeps it.
     Move {
         tag: u64,

@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use super::engine::{Engine, Slot};
 use super::link::{Claim, Link, Order};
 use super::session::Session;
-use crate::store::{DeadReason, Ending, Settlement, Shard, StoreError};
+use crate::store::{DeadReason, Ending, Settlement, Shard, Start, StoreError};
 
 /// A durable queue, once the store has started.
 pub(super) struct Queue {
@@ -197,6 +197,7 @@ impl Attempts for DurableAttempts {
     fn begin(
         &self,
         delivery: &Arc<Delivery>,
+        attempt: u32,
     ) -> BoxFuture<'static, Result<Option<Arc<dyn Scope>>, SessionLost>> {
         let claim = Claim::of(delivery);
         let engine = self.slot.engine();
@@ -206,8 +207,9 @@ impl Attempts for DurableAttempts {
                 return Ok(None);
             };
             let sequence = claim.sequence;
+            let start = Start { sequence, attempt };
             let link = &claim.link;
-            link.ask(|done| Order::Start(sequence, done)).await?;
+            link.ask(|done| Order::Start(start, done)).await?;
             if !transactional {
                 return Ok(None);
             }

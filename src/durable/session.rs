@@ -11,7 +11,8 @@
 //! - A read fails: it is made again. Nothing is lost.
 //! - A settling fails, and whether it took place is unknown: the same one is made again, until it is answered or the
 //!   lease is lost. A message that is not there any more was settled by the first try.
-//! - A counting of starts fails: it is made again, so an attempt may be counted twice.
+//! - A counting of starts fails: it is made again, with the attempts' numbers, so that each counts once. And once
+//!   more if the outage was so long that the proof of life is too old for the start when it is counted at last.
 //! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
 //!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease.
 
@@ -30,7 +31,9 @@ use super::feed::Feed;
 use super::keeper::TTL;
 use super::link::{Claim, Link, Order};
 use super::queue::{Place, Queue};
-use crate::store::{DeadReason, Ending, Lease, Sequence, Settlement, StoreError, Stored, Window};
+use crate::store::{
+    DeadReason, Ending, Lease, Sequence, Settlement, Start, StoreError, Stored, Window,
+};
 
 /// How often is looked for messages without a hint.
 const POLL: Duration = Duration::from_secs(1);
@@ -59,7 +62,7 @@ pub(super) struct Session {
     again: bool,
     feed: Feed,
     to_settle: Vec<ToSettle>,
-    to_start: Vec<(Sequence, oneshot::Sender<()>)>,
+    to_start: Vec<(Start, oneshot::Sender<()>)>,
     /// When what is kept for later comes again.
     due: BTreeSet<Instant>,
     closing: Option<oneshot::Sender<()>>,
@@ -382,7 +385,7 @@ impl Session {
                     }
                 }
             }
-            Order::Start(sequence, done) => self.to_start.push((sequence, done)),
+            Order::Start(start, done) => self.to_start.push((start, done)),
             Order::Move {
                 tag,
                 settlement,
@@ -472,13 +475,13 @@ impl Session {
     }
 
     fn start(&mut self, lease: &Lease) -> Work<Starting> {
-        let (sequences, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
+        let (starts, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
         let name = Arc::clone(&self.queue.name);
         Box::pin(async move {
             let mut tries = Tries::new(name, "counted as started");
             loop {
-                match store.start(&lease, &sequences).await {
+                match store.start(&lease, &starts).await {
                     Err(error) if error.is_retryable() => tries.pause(&error).await,
                     answered => return (waiting, answered),
                 }

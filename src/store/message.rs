@@ -20,6 +20,15 @@ impl Sequence {
     }
 }
 
+/// An attempt that is about to start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Start {
+    /// Of which message.
+    pub sequence: Sequence,
+    /// Its number, from 1.
+    pub attempt: u32,
+}
+
 /// Which shard of an ordered queue, counted from 0. An unordered queue has only shard 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Shard(pub u32);

@@ -91,8 +91,8 @@ pub use error::StoreError;
 pub use lease::{Epoch, Lease, Ownership, Scope, Window};
 pub use membership::StoreMembership;
 pub use message::{
-    Counts, Enqueued, NewMessage, Placed, QueueIdentity, QueueOrder, Sequence, Shard, Stored,
-    WaitingQueue,
+    Counts, Enqueued, NewMessage, Placed, QueueIdentity, QueueOrder, Sequence, Shard, Start,
+    Stored, WaitingQueue,
 };
 pub use settle::{DeadMessage, DeadReason, Ending, FailedAttempt, HoldEnding, Settled, Settlement};
 pub use wake::Wakeup;
@@ -205,11 +205,12 @@ pub trait Store: Send + Sync + 'static {
     /// Gives claims of an unordered queue back, uncounted.
     fn give_back<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
-    /// Counts one more attempt for each of these messages, which are about to start. Repeating it counts again.
+    /// Counts these attempts, which are about to start: a message has then had as many as the number says, or more.
+    /// So an attempt counts once, however often it is told.
     ///
     /// The count survives the end of this process. It does not wait for the disk: a loss of power right after may
     /// take it back.
-    fn start<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
+    fn start<'a>(&'a self, lease: &'a Lease, starts: &'a [Start]) -> Answer<'a, ()>;
 
     /// Ends messages, all or none of the batch. Messages that are not there any more are counted and left.
     fn settle<'a>(&'a self, lease: &'a Lease, settlements: &'a [Settlement])

@@ -3,14 +3,21 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Forwards to one address until it is dropped.
 pub struct Proxy {
     address: SocketAddr,
-    connections: Arc<Mutex<Vec<TcpStream>>>,
+    connections: Arc<Mutex<Vec<Pair>>>,
     valve: Arc<Valve>,
     refusing: Arc<AtomicBool>,
+}
+
+/// A connection, and the one that stands for it at the target.
+struct Pair {
+    client: TcpStream,
+    server: TcpStream,
+    forgotten: Arc<AtomicBool>,
 }
 
 /// Lets bytes through, or holds them back.
@@ -60,11 +67,15 @@ impl Proxy {
                 };
                 // Small frames are answered at once on loopback, unless Nagle holds them back.
                 let _ = client.set_nodelay(true).and(server.set_nodelay(true));
-                pump(&client, &server, &passing);
-                pump(&server, &client, &passing);
-                kept.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .extend([client, server]);
+                let forgotten = Arc::new(AtomicBool::new(false));
+                pump(&client, &server, &passing, &forgotten);
+                pump(&server, &client, &passing, &forgotten);
+                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                kept.push(Pair {
+                    client,
+                    server,
+                    forgotten,
+                });
             }
         });
         Self {
@@ -82,8 +93,7 @@ impl Proxy {
 
     /// How many connections it has accepted since it began, or since the last cut.
     pub fn accepted(&self) -> usize {
-        let connections = self.connections.lock();
-        connections.unwrap_or_else(PoisonError::into_inner).len() / 2
+        self.lock().len()
     }
 
     /// Holds everything back, in both directions, also what new connections send. Nothing is lost.
@@ -96,6 +106,22 @@ impl Proxy {
         self.valve.set(false);
     }
 
+    /// Lets nothing through any more on the connections that are open, and ends none of them; new ones work.
+    pub fn forget(&self) {
+        for pair in self.lock().iter() {
+            pair.forgotten.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// The ports from which the open connections come, as the server sees them.
+    pub fn ports(&self) -> Vec<u16> {
+        let pairs = self.lock();
+        let addresses = pairs
+            .iter()
+            .filter_map(|pair| pair.server.local_addr().ok());
+        addresses.map(|address| address.port()).collect()
+    }
+
     /// Whether new connections end at once.
     pub fn refuse(&self, refuse: bool) {
         self.refusing.store(refuse, Ordering::SeqCst);
@@ -103,13 +129,16 @@ impl Proxy {
 
     /// Cuts every connection. New ones are accepted, unless [refused](Self::refuse).
     pub fn cut(&self) {
-        let mut connections = self
-            .connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        for socket in connections.drain(..) {
-            let _ = socket.shutdown(Shutdown::Both);
+        for pair in self.lock().drain(..) {
+            let _ = pair.client.shutdown(Shutdown::Both);
+            let _ = pair.server.shutdown(Shutdown::Both);
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Pair>> {
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -124,15 +153,18 @@ impl Drop for Proxy {
 }
 
 /// Copies from one socket to the other until either ends, then ends both.
-fn pump(from: &TcpStream, to: &TcpStream, valve: &Arc<Valve>) {
+fn pump(from: &TcpStream, to: &TcpStream, valve: &Arc<Valve>, forgotten: &Arc<AtomicBool>) {
     let (Ok(mut from), Ok(mut to)) = (from.try_clone(), to.try_clone()) else {
         return;
     };
-    let valve = Arc::clone(valve);
+    let (valve, forgotten) = (Arc::clone(valve), Arc::clone(forgotten));
     std::thread::spawn(move || {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(count @ 1..) = from.read(&mut buffer) {
             valve.pass();
+            if forgotten.load(Ordering::SeqCst) {
+                continue;
+            }
             if to.write_all(&buffer[..count]).is_err() {
                 break;
             }

@@ -153,7 +153,7 @@ async fn run_attempt(
     }
     let scope = match &endpoint.attempts {
         None => None,
-        Some(attempts) => match attempts.begin(&delivery).await {
+        Some(attempts) => match attempts.begin(&delivery, attempt).await {
             // And again: counting it may have taken long.
             Ok(scope) if delivery.session().may_start() => scope,
             _ => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
-use sqlx::{PgPool, Postgres, Row as _};
+use sqlx::{Connection as _, PgPool, Postgres, Row as _};
 
 use super::PostgresConfig;
 use super::fault::Fault;
@@ -33,24 +33,23 @@ pub(super) struct Pools {
 impl Pools {
     pub(super) async fn connect(config: &PostgresConfig) -> Result<Self, Fault> {
         let options = options(config)?;
-        let pool = |most, bounded| {
-            let options = if bounded {
-                bounded_by(options.clone(), config.timeout)
-            } else {
-                options.clone()
-            };
+        let bounded = bounded_by(options.clone(), config.timeout);
+        let pool = |most| {
             PgPoolOptions::new()
                 .min_connections(0)
                 .max_connections(most)
                 .acquire_timeout(config.timeout)
-                .connect_with(options)
+                .connect_with(bounded.clone())
         };
         Ok(Self {
-            heartbeats: pool(1, true).await?,
-            leases: pool(1, true).await?,
-            claims: pool(2, true).await?,
+            heartbeats: pool(1).await?,
+            leases: pool(1).await?,
+            claims: pool(2).await?,
             // Handlers decide themselves how long their statements take.
-            work: pool(config.work_connections, false).await?,
+            work: given_up(config)
+                .max_connections(config.work_connections)
+                .connect_with(options)
+                .await?,
         })
     }
 
@@ -62,6 +61,31 @@ impl Pools {
             self.heartbeats.close()
         );
     }
+}
+
+/// A pool that does not wait for ever for connections that come back to it.
+///
+/// A transaction that is dropped leaves its rollback to the pool, which sends it and waits for the answer. Where a network
+/// device has forgotten the connection there is none: the connection would count as in use until the operating system
+/// gives it up, after a quarter of an hour, and a few of them are all there are. (The other pools need no such bound:
+/// [`Guarded`] gives nothing back that has not answered.)
+fn given_up(config: &PostgresConfig) -> PgPoolOptions {
+    let timeout = config.timeout;
+    PgPoolOptions::new()
+        .min_connections(0)
+        .acquire_timeout(timeout)
+        .after_release(move |connection, _| {
+            Box::pin(async move {
+                match tokio::time::timeout(timeout, connection.ping()).await {
+                    Ok(answer) => answer.map(|()| true),
+                    Err(_) => {
+                        let silent = std::io::ErrorKind::TimedOut;
+                        // An error closes it without another word to the server, which would wait again.
+                        Err(std::io::Error::from(silent).into())
+                    }
+                }
+            })
+        })
 }
 
 pub(super) fn options(config: &PostgresConfig) -> Result<PgConnectOptions, StoreError> {

@@ -20,7 +20,7 @@ use super::plan::Plan;
 use super::wake::Wake;
 use super::{
     Answer, Counts, DeadMessage, Enqueued, HoldEnding, Known, Lease, NewMessage, Ownership,
-    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError, Stored,
+    QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Start, Store, StoreError, Stored,
     TransactionalStore, WaitingQueue, Wakeup, Window,
 };
 
@@ -343,15 +343,14 @@ impl Store for PostgresStore {
         })
     }
 
-    fn start<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()> {
+    fn start<'a>(&'a self, lease: &'a Lease, starts: &'a [Start]) -> Answer<'a, ()> {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
             // Within the statement that begins, since it would cost a round trip of its own.
             let begin = "BEGIN; SET LOCAL synchronous_commit = off";
             let mut transaction = connection.begin_with(begin).await?;
-            let sequences = Sequence::numbers(sequences);
-            settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
+            settle::start(&mut transaction, &self.names, number, lease, starts).await?;
             transaction.commit().await?;
             connection.done();
             Ok(())

@@ -6,13 +6,13 @@ use super::fault::Fault;
 use super::lease::{fence, millis};
 use crate::store::columns::write_detail;
 use crate::store::names::Names;
-use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement};
+use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement, Start};
 
 /// A claim in an unordered queue must be the lease's own; a shard's rows have none.
 const OWN: &str = "m.queue = $1 AND m.shard = $2 AND m.claim IS NOT DISTINCT FROM $3";
 
-const START: &str = "UPDATE {t}messages AS m SET attempts = attempts + 1 \
-     WHERE {own} AND m.sequence = ANY($4)";
+const START: &str = "UPDATE {t}messages AS m SET attempts = GREATEST(m.attempts, s.attempt) \
+     FROM unnest($4::int8[], $5::int4[]) AS s(sequence, attempt) WHERE {own} AND m.sequence = s.sequence";
 
 const REMOVE: &str = "WITH gone AS (DELETE FROM {t}messages AS m WHERE {own} AND m.sequence = ANY($4) \
      RETURNING m.queue, m.id, m.digest) \
@@ -56,14 +56,17 @@ pub(super) async fn start(
     names: &Names,
     queue: i32,
     lease: &Lease,
-    sequences: Vec<i64>,
+    starts: &[Start],
 ) -> Result<(), Fault> {
     fence(connection, names, queue, lease).await?;
+    let sequences = starts.iter().map(|start| start.sequence.0);
+    let attempts = starts.iter().map(|start| start.attempt as i32);
     sqlx::query(&text(names, START))
         .bind(queue)
         .bind(lease.shard().0 as i32)
         .bind(claim(lease))
-        .bind(sequences)
+        .bind(sequences.collect::<Vec<_>>())
+        .bind(attempts.collect::<Vec<_>>())
         .execute(connection)
         .await?;
     Ok(())

@@ -23,8 +23,8 @@ use super::plan::Plan;
 use super::wake::{LocalWakes, Wake};
 use super::{
     Answer, Counts, DeadMessage, Durability, Enqueued, HoldEnding, Known, Lease, NewMessage,
-    Ownership, QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Store, StoreError,
-    Stored, TransactionalStore, WaitingQueue, Wakeup, Window,
+    Ownership, QueueIdentity, Scope, Sequence, Settled, Settlement, Shard, Start, Store,
+    StoreError, Stored, TransactionalStore, WaitingQueue, Wakeup, Window,
 };
 
 mod claim;
@@ -360,7 +360,7 @@ impl Store for SqliteStore {
         })
     }
 
-    fn start<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()> {
+    fn start<'a>(&'a self, lease: &'a Lease, starts: &'a [Start]) -> Answer<'a, ()> {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.writer).await?;
@@ -369,8 +369,7 @@ impl Store for SqliteStore {
             let not_the_disk = Durability::AcceptLossAtPowerFailure;
             connect::commits_survive(&mut connection, not_the_disk).await?;
             let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
-            let sequences = &Sequence::numbers(sequences);
-            settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
+            settle::start(&mut transaction, &self.names, number, lease, starts).await?;
             transaction.commit().await?;
             connect::commits_survive(&mut connection, self.durability).await?;
             connection.done();

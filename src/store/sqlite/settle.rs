@@ -7,13 +7,13 @@ use super::lease::fence;
 use super::{list, millis, text};
 use crate::store::columns::write_detail;
 use crate::store::names::Names;
-use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement};
+use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement, Start};
 
 /// A claim in an unordered queue must be the lease's own; a shard's rows have none.
 const OWN: &str = "queue = ?1 AND shard = ?2 AND claim IS ?3";
 
-const START: &str = "UPDATE {t}messages SET attempts = attempts + 1 \
-     WHERE {own} AND sequence IN (SELECT value FROM json_each(?4))";
+const START: &str =
+    "UPDATE {t}messages SET attempts = max(attempts, ?5) WHERE {own} AND sequence = ?4";
 
 const REMEMBER: &str = "INSERT INTO {t}ended (queue, id, digest, ended_at) \
      SELECT queue, id, digest, {now} FROM {t}messages \
@@ -49,16 +49,20 @@ pub(super) async fn start(
     names: &Names,
     queue: i32,
     lease: &Lease,
-    sequences: &[i64],
+    starts: &[Start],
 ) -> Result<(), Fault> {
-    fence(connection, names, queue, lease).await?;
-    sqlx::query(&own(names, START))
-        .bind(queue)
-        .bind(lease.shard().0)
-        .bind(claim(lease))
-        .bind(list(sequences))
-        .execute(connection)
-        .await?;
+    fence(&mut *connection, names, queue, lease).await?;
+    let text = own(names, START);
+    for start in starts {
+        sqlx::query(&text)
+            .bind(queue)
+            .bind(lease.shard().0)
+            .bind(claim(lease))
+            .bind(start.sequence.0)
+            .bind(start.attempt)
+            .execute(&mut *connection)
+            .await?;
+    }
     Ok(())
 }
 

@@ -17,8 +17,8 @@ use laneway_actors::port::MemberId;
 use laneway_actors::{Envelope, MessageId, OrderingKey, ShardCount};
 
 use crate::store::{
-    Ending, Lease, NewMessage, QueueIdentity, QueueOrder, Sequence, Settlement, Shard, Store,
-    Stored, TransactionalStore, Window,
+    Ending, Lease, NewMessage, QueueIdentity, QueueOrder, Sequence, Settlement, Shard, Start,
+    Store, Stored, TransactionalStore, Window,
 };
 
 pub mod claims;
@@ -249,6 +249,16 @@ fn number_of(message: &Stored) -> u64 {
 
 fn numbers(messages: &[Stored]) -> Vec<u64> {
     messages.iter().map(number_of).collect()
+}
+
+fn attempt(sequence: Sequence, attempt: u32) -> Start {
+    Start { sequence, attempt }
+}
+
+/// The first attempt of each.
+fn firsts(messages: &[Stored]) -> Vec<Start> {
+    let messages = messages.iter();
+    messages.map(|m| attempt(m.sequence, 1)).collect()
 }
 
 fn sequences(messages: &[Stored]) -> Vec<Sequence> {

@@ -13,7 +13,10 @@ impl<A: StoreAdapter> Stage<A> {
         let mut held = Vec::new();
         for _ in 0..count {
             let head = self.read(lease, 1).await[0].sequence;
-            self.store.start(lease, &[head]).await.expect("starts");
+            self.store
+                .start(lease, &[attempt(head, 1)])
+                .await
+                .expect("starts");
             let hold = Ending::Hold {
                 failed: vec![FailedAttempt::now(1, "failed", "first")],
             };

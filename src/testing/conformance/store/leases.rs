@@ -52,10 +52,7 @@ pub async fn a_stale_owner_cannot_read_start_or_settle<A: StoreAdapter>(stage: S
     tokio::time::sleep(SHORT * 2).await;
     // Expired, and not taken: still its owner's.
     let store = &stage.store;
-    store
-        .start(&stale, &sequences(&read))
-        .await
-        .expect("starts");
+    store.start(&stale, &firsts(&read)).await.expect("starts");
 
     let fresh = stage.take("q", MemberId::unique(), LONG).await;
     let fresh = fresh.expect("it has expired");
@@ -66,7 +63,7 @@ pub async fn a_stale_owner_cannot_read_start_or_settle<A: StoreAdapter>(stage: S
         );
     }
     is_lost(store.read(&stale, &Window::of(9)).await);
-    is_lost(store.start(&stale, &sequences(&read)).await);
+    is_lost(store.start(&stale, &firsts(&read)).await);
     is_lost(store.settle(&stale, &handled(&sequences(&read))).await);
     let mut transaction = store.begin().await.expect("begins");
     is_lost(
