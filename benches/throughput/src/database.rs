@@ -130,7 +130,6 @@ pub(crate) fn sqlite_options(file: &str) -> SqliteConnectOptions {
 }
 
 /// Lets the planner know what is in the tables, as autovacuum would after a while.
-#[cfg(feature = "peers")]
 pub(crate) async fn analyze(database: Database, address: &str) -> Result<(), Error> {
     match database {
         Database::Sqlite => {

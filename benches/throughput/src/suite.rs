@@ -246,23 +246,28 @@ fn durable_suites(options: &Options, shape: Shape) -> Vec<Suite> {
 
 /// Who is measured, first the one with whom the others are compared.
 fn durable_subjects(durable: Durable, with_peers: bool) -> Vec<Subject> {
-    let mut subjects = match durable.work {
-        Work::Insert { .. } => vec![Subject::RawSql, Subject::DurableLaneway],
-        Work::Drain { .. } | Work::Mixed { .. } => Vec::new(),
+    use Subject::{
+        Awa, DurableLaneway, DurableLanewayTransactional, GraphileWorker, GraphileWorkerKeyed,
+        RawSql, Riverqueue,
     };
-    if with_peers {
-        subjects.extend(match durable.database {
-            Database::Postgres => [
-                Subject::GraphileWorkerKeyed,
-                Subject::GraphileWorker,
-                Subject::Riverqueue,
-                Subject::Awa,
+    let peers: &[Subject] = match durable.database {
+        _ if !with_peers => &[],
+        Database::Postgres => &[GraphileWorkerKeyed, GraphileWorker, Riverqueue, Awa],
+        Database::Sqlite => &[Riverqueue],
+    };
+    match durable.work {
+        Work::Insert { .. } => [&[RawSql, DurableLaneway], peers].concat(),
+        // No table written by hand has handlers. Without peers Laneway's own rows are compared with each other.
+        Work::Drain { .. } | Work::Mixed { .. } => {
+            let (first, others) = peers.split_at(peers.len().min(1));
+            [
+                first,
+                &[DurableLaneway, DurableLanewayTransactional],
+                others,
             ]
-            .as_slice(),
-            Database::Sqlite => &[Subject::Riverqueue],
-        });
+            .concat()
+        }
     }
-    subjects
 }
 
 fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
@@ -299,10 +304,21 @@ mod tests {
     }
 
     #[test]
-    fn quick_inserts_in_sqlite_and_needs_no_server() {
+    fn quick_measures_all_work_in_sqlite_and_needs_no_server() {
         let suites = suites(&["--quick"]);
         let names: Vec<_> = suites.iter().map(|suite| suite.name.as_str()).collect();
-        assert_eq!(names, ["w7-insert-1", "w7-insert-100", "w7-insert-1000"]);
+        assert_eq!(
+            names,
+            [
+                "w7-insert-1",
+                "w7-insert-100",
+                "w7-insert-1000",
+                "w7-drain-1",
+                "w7-drain-16",
+                "w7-drain-64",
+                "w7-mixed",
+            ]
+        );
         for suite in suites {
             let durable = suite.durable.expect("durable");
             assert_eq!(durable.database, Database::Sqlite);
@@ -317,6 +333,17 @@ mod tests {
         let drain = suites.iter().find(|suite| suite.name == "w7-drain-64");
         let drain = drain.expect("a drain");
         assert_eq!(drain.compared, Compared::To(Subject::GraphileWorkerKeyed));
-        assert_eq!(drain.cases.len(), 4);
+        let subjects: Vec<_> = drain.cases.iter().map(|case| case.subject).collect();
+        assert_eq!(
+            subjects,
+            [
+                Subject::GraphileWorkerKeyed,
+                Subject::DurableLaneway,
+                Subject::DurableLanewayTransactional,
+                Subject::GraphileWorker,
+                Subject::Riverqueue,
+                Subject::Awa,
+            ]
+        );
     }
 }

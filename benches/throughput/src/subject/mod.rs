@@ -47,6 +47,8 @@ pub(crate) enum Subject {
     RawSql,
     /// A durable queue: Laneway's store.
     DurableLaneway,
+    /// The same, with a transaction around each handler.
+    DurableLanewayTransactional,
     GraphileWorker,
     GraphileWorkerKeyed,
     Riverqueue,
@@ -106,6 +108,7 @@ impl Subject {
             Self::HandWrittenHash => "hand-written-hash",
             Self::HandWrittenMap => "hand-written-map",
             Self::Laneway | Self::LocalLaneway | Self::DurableLaneway => "laneway",
+            Self::DurableLanewayTransactional => "laneway-transactional",
             Self::RuststreamLapin => "ruststream-lapin",
             Self::Beavers => "beavers",
             Self::LocalChannels => "raw-channels",
@@ -146,7 +149,10 @@ impl Subject {
                 "a table of three columns, one multi-row insert for each batch (SQLite: one transaction)"
             }
             Self::DurableLaneway => {
-                "Laneway's store, an ordered queue of one shard, everything else at its default"
+                "Laneway, an ordered durable queue of one shard, as many lanes as handlers, everything else at its default"
+            }
+            Self::DurableLanewayTransactional => {
+                "the same with transactional handlers and 20 connections for them"
             }
             Self::GraphileWorker => {
                 "`graphile_worker`, a local queue of 100, completions in batches of 5 ms, no named queues"
@@ -186,6 +192,9 @@ impl Subject {
             }
             Self::DurableLaneway => {
                 "Not exactly-once: what was unsettled at a crash can run again."
+            }
+            Self::DurableLanewayTransactional => {
+                "Effects outside of the handler's transaction can happen again after a crash."
             }
             Self::GraphileWorker => "No order per key.",
             Self::GraphileWorkerKeyed => {
@@ -236,6 +245,7 @@ impl Subject {
             }
             Self::RawSql
             | Self::DurableLaneway
+            | Self::DurableLanewayTransactional
             | Self::GraphileWorker
             | Self::GraphileWorkerKeyed
             | Self::Riverqueue

@@ -2,8 +2,6 @@
 //!
 //! A queue that can [`Insert`] is measured with inserts; one that runs handlers too, with drains and mixed work.
 
-// Only peers run handlers so far.
-#[cfg(feature = "peers")]
 mod handling;
 mod laneway;
 #[cfg(feature = "peers")]
@@ -15,6 +13,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use self::laneway::Handlers;
 use crate::Error;
 use crate::database::Database;
 use crate::machine::now;
@@ -62,13 +61,13 @@ pub(super) async fn run(job: &Job, durable: Durable, record: &Arc<Record>) -> Re
             let table = raw::SqliteTable::open(address).await?;
             insert_only(&table, durable.work, record).await
         }
-        (Subject::DurableLaneway, Postgres) => {
-            let queue = laneway::Queue::in_postgres(address).await?;
-            insert_only(&queue, durable.work, record).await
+        (Subject::DurableLaneway | Subject::DurableLanewayTransactional, Postgres) => {
+            let queue = laneway::Queue::in_postgres(address, handlers_of(job.subject)).await?;
+            handling::any(&queue, job, durable, record).await
         }
-        (Subject::DurableLaneway, Sqlite) => {
-            let queue = laneway::Queue::in_sqlite(address).await?;
-            insert_only(&queue, durable.work, record).await
+        (Subject::DurableLaneway | Subject::DurableLanewayTransactional, Sqlite) => {
+            let queue = laneway::Queue::in_sqlite(address, handlers_of(job.subject)).await?;
+            handling::any(&queue, job, durable, record).await
         }
         #[cfg(feature = "peers")]
         (Subject::Riverqueue, database) => {
@@ -96,6 +95,13 @@ pub(super) async fn run(job: &Job, durable: Durable, record: &Arc<Record>) -> Re
             database.name()
         )
         .into()),
+    }
+}
+
+fn handlers_of(subject: Subject) -> Handlers {
+    match subject {
+        Subject::DurableLanewayTransactional => Handlers::Transactional,
+        _ => Handlers::Plain,
     }
 }
 
@@ -140,7 +146,7 @@ mod tests {
     use crate::subject::QueueType;
     use crate::workload::{Plan, Shape, Spread};
 
-    async fn insert_in_sqlite(subject: Subject, batch: u32) -> Verdict {
+    async fn in_sqlite(subject: Subject, work: Work) -> Verdict {
         let folder = tempfile::tempdir().expect("a folder");
         let home = Home::create(Database::Sqlite, "", folder.path(), "bench").await;
         let home = home.expect("created");
@@ -155,7 +161,7 @@ mod tests {
         };
         let durable = Durable {
             database: Database::Sqlite,
-            work: Work::Insert { batch },
+            work,
         };
         let job = Job {
             url: home.address(),
@@ -166,7 +172,7 @@ mod tests {
             durable: Some(durable),
         };
         let record = Record::of(Plan::of(shape));
-        run(&job, durable, &record).await.expect("inserts");
+        run(&job, durable, &record).await.expect("it runs");
         record.verdict().expect("readable")
     }
 
@@ -174,9 +180,26 @@ mod tests {
     async fn what_is_inserted_is_read_back_complete_and_in_order() {
         for subject in [Subject::RawSql, Subject::DurableLaneway] {
             for batch in [7, 500] {
-                let verdict = insert_in_sqlite(subject, batch).await;
+                let verdict = in_sqlite(subject, Work::Insert { batch }).await;
                 assert!(verdict.complete && verdict.ordered(), "{}", verdict.words);
                 assert!(verdict.per_second > 0.0);
+            }
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn laneway_handles_everything_in_order_with_plain_and_with_transactional_handlers() {
+        let mixed = Work::Mixed {
+            handlers: 8,
+            per_second: 2_000,
+        };
+        for subject in [
+            Subject::DurableLaneway,
+            Subject::DurableLanewayTransactional,
+        ] {
+            for work in [Work::Drain { handlers: 8 }, mixed] {
+                let verdict = in_sqlite(subject, work).await;
+                assert!(verdict.complete && verdict.ordered(), "{}", verdict.words);
             }
         }
     }
