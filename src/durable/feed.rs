@@ -92,10 +92,19 @@ impl Feed {
         feed
     }
 
+    fn most(&self) -> usize {
+        (READ_AHEAD * self.credits).max(LEAST_READ)
+    }
+
     fn room(&self) -> usize {
-        (READ_AHEAD * self.credits)
-            .max(LEAST_READ)
-            .saturating_sub(self.waiting)
+        self.most().saturating_sub(self.waiting)
+    }
+
+    /// Room for which a read is worth while: a share of the whole, also of a small one. Were it more than what is
+    /// free with one message of each key waiting, a key with a long handler would keep all others out: nothing of it
+    /// could be forgotten any more, and nothing read.
+    fn enough_room(&self) -> bool {
+        self.room() >= self.most() / 4
     }
 
     fn most_of_a_key(&self) -> usize {
@@ -113,7 +122,7 @@ impl Feed {
         if self.reading.is_some() || !self.more {
             return None;
         }
-        if self.room() < LEAST_READ.max(self.credits / 2) {
+        if !self.enough_room() {
             if !idle || self.cap == 1 {
                 return None;
             }
@@ -398,6 +407,20 @@ mod tests {
         assert_eq!(feed.read().expect("there is room").skip(), [0_i64; 0]);
     }
 
+    /// Also one that comes later, when of the busy key as little is left in memory as can be.
+    #[test]
+    fn a_key_with_a_long_handler_does_not_keep_out_what_is_published_later() {
+        let mut feed = Feed::new(2);
+        let hot: Vec<_> = (1..=16).map(|n| (n, Some("hot"))).collect();
+        assert_eq!(arrive(&mut feed, &hot), [(1, 1)]);
+        for nothing_new in 0..8 {
+            feed.look_again();
+            assert!(feed.read().is_some(), "read {nothing_new}");
+            feed.arrived(Vec::new());
+        }
+        assert_eq!(arrive(&mut feed, &[(17, Some("other"))]), [(2, 17)]);
+    }
+
     #[test]
     fn one_busy_key_does_not_keep_others_out() {
         let mut feed = Feed::new(16);
@@ -430,106 +453,335 @@ mod tests {
         panic!("the other key never came");
     }
 
-    /// Random reads, ends and keeps against a model of the database: every message of a key is handed out after
-    /// the end of the one before it, and none is lost.
-    #[test]
-    fn whatever_happens_a_key_is_handed_out_in_order_and_nothing_is_lost() {
-        for seed in 0..400 {
+    /// Feeds that are broken on purpose, from outside. The random test must find each.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Mutant {
+        /// A read under way does not learn of what is kept.
+        ForgetsWhatIsKept,
+        /// A read does not leave out what is being settled.
+        ForgetsWhatIsEnding,
+        /// A memory full of what cannot run stays full.
+        DoesNotTrim,
+        /// The successors of a kept message stay in memory, and the next one goes out.
+        GoesOnBehindWhatIsKept,
+        /// A key that was left out and has room again is not looked for.
+        DoesNotLookAgain,
+    }
+
+    /// A message in the database.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Row {
+        Ready,
+        /// Its time will come.
+        Later,
+        /// An operator will let it try again.
+        Held,
+    }
+
+    /// A read is told to the database, seen by it, answered: each at its own time.
+    enum Read {
+        None,
+        Asked(Window),
+        Seen(Vec<Stored>),
+    }
+
+    /// A session and the database, step by step. What a session does in two steps (first in the database, then here,
+    /// or the other way round) are two steps here, and anything may come between.
+    struct Story {
+        rng: fastrand::Rng,
+        feed: Feed,
+        mutant: Option<Mutant>,
+        /// The key of each message ever.
+        keys: BTreeMap<i64, String>,
+        published: i64,
+        rows: BTreeMap<i64, Row>,
+        read: Read,
+        out: BTreeMap<u64, i64>,
+        /// Kept in the database, not here yet.
+        keeping: Vec<(u64, i64)>,
+        /// Ended here, not in the database yet.
+        settling: Vec<i64>,
+        /// Settled in the database, not known here.
+        settled: Vec<i64>,
+        /// Moved away in the database, not ended here yet.
+        moved: Vec<(u64, i64)>,
+        /// Ended here.
+        done: HashSet<i64>,
+        /// Looks by the clock, too.
+        polls: bool,
+        /// The first message of this key runs until those of all other keys have ended.
+        long: Option<String>,
+    }
+
+    impl Story {
+        fn new(seed: u64, mutant: Option<Mutant>) -> Self {
             let mut rng = fastrand::Rng::with_seed(seed);
-            let mut feed = Feed::new(rng.u16(1..12));
-            let keys = rng.i64(1..6);
-            let total = 200;
-            // Sequence to key; `None` once it is settled.
-            let key_of = |n: i64| (n % keys).to_string();
-            let mut rows: BTreeMap<i64, bool> = (1..=total).map(|n| (n, false)).collect();
-            let mut out: HashMap<u64, i64> = HashMap::new();
-            let mut reading: Option<Vec<Stored>> = None;
-            let mut committing: Vec<i64> = Vec::new();
-            let mut done: HashMap<String, i64> = HashMap::new();
-            let mut handled = 0;
-            for step in 0..200_000 {
-                if handled == total {
-                    break;
+            let credits = rng.u16(1..12);
+            let hot = credits > 1 && rng.bool();
+            let (many, total) = (rng.i64(1..6), rng.i64(1..80));
+            let keys: BTreeMap<i64, String> = (1..=total)
+                .map(|n| match hot && (n < 30 || rng.bool()) {
+                    true => (n, "hot".to_owned()),
+                    false => (n, rng.i64(0..many).to_string()),
+                })
+                .collect();
+            let there = rng.i64(0..=total);
+            Self {
+                feed: Feed::new(credits),
+                mutant,
+                published: there,
+                rows: (1..=there).map(|n| (n, Row::Ready)).collect(),
+                keys,
+                read: Read::None,
+                out: BTreeMap::new(),
+                keeping: Vec::new(),
+                settling: Vec::new(),
+                settled: Vec::new(),
+                moved: Vec::new(),
+                done: HashSet::new(),
+                polls: rng.u8(0..4) == 0,
+                long: hot.then(|| "hot".to_owned()),
+                rng,
+            }
+        }
+
+        fn play(&mut self) -> Result<(), String> {
+            for _ in 0..20_000 {
+                if self.done.len() == self.keys.len() {
+                    return Ok(());
                 }
-                assert!(step < 199_999, "seed {seed}: stuck with {handled} handled");
-                match rng.u8(0..7) {
-                    0 => {
-                        feed.look_again();
+                self.step()?;
+                if self.feed.out.len() > self.feed.credits {
+                    return Err("more is out than there are credits".to_owned());
+                }
+                let held: usize = self.feed.keys.values().map(|key| key.waiting.len()).sum();
+                if self.feed.waiting != held + self.feed.ready.len() {
+                    return Err("what is in memory is counted wrongly".to_owned());
+                }
+            }
+            let Feed {
+                credits,
+                cap,
+                more,
+                waiting,
+                ..
+            } = &self.feed;
+            Err(format!(
+                "stuck with {} of {} ended: {:?} is out, {credits} credits, {waiting} wait, cap {cap}, more: {more}",
+                self.done.len(),
+                self.keys.len(),
+                self.out
+            ))
+        }
+
+        fn step(&mut self) -> Result<(), String> {
+            match self.rng.u8(0..11) {
+                0 => {
+                    // Published, which is told.
+                    if self.keys.contains_key(&(self.published + 1)) {
+                        self.published += 1;
+                        self.rows.insert(self.published, Row::Ready);
+                        self.feed.look_again();
+                    } else if self.polls {
+                        self.feed.look_again();
                     }
-                    1 if reading.is_none() => {
-                        if let Some(window) = feed.read() {
-                            // The snapshot is taken now, its answer comes later.
-                            let held: HashSet<_> = window.held().iter().copied().collect();
-                            let waits: HashSet<String> = rows
-                                .iter()
-                                .filter(|(_, kept)| **kept)
-                                .map(|(n, _)| key_of(*n))
-                                .collect();
-                            let found = rows
-                                .keys()
-                                .filter(|n| !window.skip().contains(n))
-                                .filter(|n| !waits.contains(&key_of(**n)))
-                                .map(|n| stored(*n, Some(&key_of(*n))))
-                                .filter(|row| {
-                                    let key = row.key.as_ref().expect("all have one");
-                                    let alone = Window::of(1).holding([key]);
-                                    !held.contains(&alone.held()[0])
-                                })
-                                .take(window.limit() as usize)
-                                .collect();
-                            reading = Some(found);
+                }
+                1 => {
+                    if let Read::None = self.read
+                        && let Some(window) = self.ask()
+                    {
+                        self.read = Read::Asked(window);
+                    }
+                }
+                2 => {
+                    if let Read::Asked(window) = &self.read {
+                        self.read = Read::Seen(self.see(window));
+                    }
+                }
+                3 => {
+                    if let Read::Seen(found) = &mut self.read {
+                        let found = std::mem::take(found);
+                        self.read = Read::None;
+                        if self.mutant == Some(Mutant::ForgetsWhatIsKept) {
+                            self.feed.reading.as_mut().expect("asked").kept.clear();
+                        }
+                        self.feed.arrived(found);
+                    }
+                }
+                4 => self.hand_out()?,
+                5 => {
+                    // Handled: it ends here, and then in the database.
+                    if let Some((tag, n)) = self.one_of_those_out() {
+                        self.ends_here(tag, n);
+                        self.settling.push(n);
+                    }
+                }
+                6 => {
+                    // Moved to the dead letters, or handled in its transaction: the other way round.
+                    if let Some((tag, n)) = self.one_of_those_out() {
+                        self.rows.remove(&n);
+                        self.moved.push((tag, n));
+                    }
+                }
+                7 => {
+                    // Kept in the database. Its time may have come at once.
+                    if let Some((tag, n)) = self.one_of_those_out() {
+                        let row = [Row::Ready, Row::Later, Row::Held][self.rng.usize(0..3)];
+                        self.rows.insert(n, row);
+                        self.keeping.push((tag, n));
+                    }
+                }
+                8 => {
+                    if !self.keeping.is_empty() {
+                        let (tag, n) = self.keeping.remove(self.rng.usize(0..self.keeping.len()));
+                        self.kept_here(tag);
+                        if self.rows[&n] == Row::Ready {
+                            self.feed.look_again();
                         }
                     }
-                    2 => {
-                        if let Some(found) = reading.take() {
-                            feed.arrived(found);
-                        }
+                }
+                9 => {
+                    if !self.settling.is_empty() {
+                        let n = self.settling.remove(0);
+                        self.rows.remove(&n);
+                        self.settled.push(n);
+                    } else if !self.settled.is_empty() {
+                        let n = self.settled.remove(0);
+                        self.feed.committed(Sequence(n));
+                    } else if let Some((tag, n)) = self.moved.pop() {
+                        self.ends_here(tag, n);
+                        self.feed.committed(Sequence(n));
                     }
-                    3 => {
-                        if let Some((tag, message)) = feed.next() {
-                            let n = message.sequence.0;
-                            let before = done.get(&key_of(n)).copied().unwrap_or(0);
-                            let expected = (before + 1..=total).find(|m| key_of(*m) == key_of(n));
-                            assert_eq!(Some(n), expected, "seed {seed}");
-                            assert!(out.values().all(|other| key_of(*other) != key_of(n)));
-                            out.insert(tag, n);
-                        }
-                    }
-                    4 => {
-                        let Some(tag) = out.keys().copied().min() else {
-                            continue;
-                        };
-                        let n = out.remove(&tag).expect("it is there");
-                        assert_eq!(feed.ended(tag).map(|e| e.sequence.0), Some(n));
-                        done.insert(key_of(n), n);
-                        committing.push(n);
-                        handled += 1;
-                    }
-                    5 => {
-                        let Some(tag) = out.keys().copied().max() else {
-                            continue;
-                        };
-                        // Kept in the database first, then here.
-                        let n = out.remove(&tag).expect("it is there");
-                        rows.insert(n, true);
-                        if rng.bool() && reading.is_none() {
-                            feed.look_again();
-                        }
-                        feed.kept(tag);
-                    }
-                    _ => {
-                        if let Some(n) = committing.pop() {
-                            rows.remove(&n);
-                            feed.committed(Sequence(n));
-                        }
-                        // The time of what is kept has come.
-                        if rng.u8(0..4) == 0 {
-                            rows.values_mut().for_each(|kept| *kept = false);
-                            feed.look_again();
-                        }
+                }
+                _ => {
+                    // Its time has come, or the operator: both are told.
+                    let kept = self.rows.iter().filter(|(_, row)| **row != Row::Ready);
+                    let kept: Vec<_> = kept.map(|(n, _)| *n).collect();
+                    if !kept.is_empty() {
+                        let n = kept[self.rng.usize(0..kept.len())];
+                        self.rows.insert(n, Row::Ready);
+                        self.feed.look_again();
                     }
                 }
             }
+            Ok(())
+        }
+
+        fn ask(&mut self) -> Option<Window> {
+            match self.mutant {
+                Some(Mutant::DoesNotTrim) if !self.feed.enough_room() => return None,
+                Some(Mutant::ForgetsWhatIsEnding) => self.feed.ending.clear(),
+                _ => {}
+            }
+            self.feed.read()
+        }
+
+        /// What the database finds now.
+        fn see(&self, window: &Window) -> Vec<Stored> {
+            let waits = self.rows.iter().filter(|(_, row)| **row != Row::Ready);
+            let waits: HashSet<_> = waits.map(|(n, _)| &self.keys[n]).collect();
+            let left_out = |key: &str| {
+                let alone = Window::of(1).holding([&OrderingKey::from(key)]);
+                window.held().contains(&alone.held()[0])
+            };
+            let found = self.rows.keys().filter(|n| {
+                let key = &self.keys[n];
+                !window.skip().contains(n) && !waits.contains(key) && !left_out(key)
+            });
+            let limit = usize::try_from(window.limit()).expect("few");
+            let found = found.take(limit);
+            found.map(|n| stored(*n, Some(&self.keys[n]))).collect()
+        }
+
+        fn hand_out(&mut self) -> Result<(), String> {
+            let Some((tag, message)) = self.feed.next() else {
+                return Ok(());
+            };
+            let n = message.sequence.0;
+            let of_key = |other: &i64| self.keys[other] == self.keys[&n];
+            let first = self
+                .keys
+                .keys()
+                .find(|m| of_key(m) && !self.done.contains(m));
+            if first != Some(&n) {
+                return Err(format!("{n} is handed out, it is the turn of {first:?}"));
+            }
+            let moving = self
+                .keeping
+                .iter()
+                .chain(&self.moved)
+                .map(|(_, other)| other);
+            if self.out.values().chain(moving).any(of_key) {
+                return Err(format!("{n} is handed out, and another of its key is out"));
+            }
+            if self.rows.get(&n) != Some(&Row::Ready) {
+                return Err(format!("{n} is handed out, and its time has not come"));
+            }
+            self.out.insert(tag, n);
+            Ok(())
+        }
+
+        fn one_of_those_out(&mut self) -> Option<(u64, i64)> {
+            let tags: Vec<_> = self.out.keys().copied().collect();
+            let tag = *tags.get(self.rng.usize(0..tags.len().max(1)))?;
+            let runs_long = self.long.as_ref() == Some(&self.keys[&self.out[&tag]]);
+            let others = |n: &&i64| self.long.as_ref() != Some(&self.keys[n]);
+            if runs_long
+                && self
+                    .keys
+                    .keys()
+                    .filter(others)
+                    .any(|n| !self.done.contains(n))
+            {
+                return None;
+            }
+            self.out.remove(&tag).map(|n| (tag, n))
+        }
+
+        fn ends_here(&mut self, tag: u64, n: i64) {
+            let more = self.feed.more;
+            let sequence = Sequence(n);
+            assert_eq!(self.feed.ended(tag), Some(Ended { sequence }));
+            if self.mutant == Some(Mutant::DoesNotLookAgain) {
+                self.feed.more = more;
+            }
+            self.done.insert(n);
+        }
+
+        fn kept_here(&mut self, tag: u64) {
+            if self.mutant == Some(Mutant::GoesOnBehindWhatIsKept) {
+                let out = self.feed.out.remove(&tag).expect("it is out");
+                self.feed.go_on(out.key.expect("all have one"));
+                return;
+            }
+            self.feed.kept(tag);
+        }
+    }
+
+    const STORIES: u64 = 300;
+
+    /// Every message of a key is handed out after the end of the one before it and when its time has come, and none is
+    /// lost: also without looking by the clock.
+    #[test]
+    fn whatever_happens_a_key_is_handed_out_in_order_and_nothing_is_lost() {
+        for seed in 0..STORIES {
+            if let Err(why) = Story::new(seed, None).play() {
+                panic!("seed {seed}: {why}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_feed_that_is_broken_on_purpose_is_found() {
+        for mutant in [
+            Mutant::ForgetsWhatIsKept,
+            Mutant::ForgetsWhatIsEnding,
+            Mutant::DoesNotTrim,
+            Mutant::GoesOnBehindWhatIsKept,
+            Mutant::DoesNotLookAgain,
+        ] {
+            let found = (0..STORIES).any(|seed| Story::new(seed, Some(mutant)).play().is_err());
+            assert!(found, "not found: {mutant:?}");
         }
     }
 }

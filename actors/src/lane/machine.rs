@@ -775,7 +775,8 @@ impl<D: Item> Machine<D> {
         self.report_quiet(effects);
     }
 
-    /// Only a source that parks in one step with settling says this; so nothing of it is anywhere.
+    /// Only a source that parks in one step with settling says this: either nothing of it is anywhere, or the step took
+    /// place and its answer was lost with the session. Then no copy comes, unless an operator lets it try again.
     fn parking_ended(&mut self, ticket: Ticket, effects: &mut Vec<Effect<D>>) {
         let slot = ticket.slot;
         if let Some(track) = self.current(ticket)
@@ -905,20 +906,29 @@ impl<D: Item> Machine<D> {
         }
         // A copy whose last allowed attempt failed after its session. Likeness alone would not do: it
         // could be another message, and would be parked without ever having run.
-        if attempts >= self.policy.max_attempts.get() && head.identity().id().is_some() {
-            let reason = match head.source_attempts() {
-                // Its source counted each begin and heard of no end.
-                Some(_) => PoisonReason::Abandoned,
-                None => PoisonReason::Failed,
-            };
-            self.park(slot, head, reason, self.plan, attempts, effects);
+        let spent = attempts >= self.policy.max_attempts.get() && head.identity().id().is_some();
+        if self.is_used_up(&head, attempts) {
+            self.park(slot, head, PoisonReason::Abandoned, self.plan, attempts, effects);
+        } else if spent {
+            self.park(slot, head, PoisonReason::Failed, self.plan, attempts, effects);
         } else {
             self.ask(slot, effects);
         }
     }
 
-    /// Makes `head` the runnable head of its key.
+    /// Whether its source has counted the begin of every allowed attempt and heard of no end.
+    fn is_used_up(&self, head: &D, attempts: u32) -> bool {
+        head.source_attempts().is_some() && attempts >= self.policy.max_attempts.get()
+    }
+
+    /// Makes `head` the runnable head of its key; or parks it, if its source has counted all its attempts. (It need
+    /// not be the first of its key here to be one of those: an attempt that was aborted with its session counts
+    /// there, and a head that takes its process or its session down each time would never end.)
     fn ready(&mut self, slot: usize, head: D, attempts: u32, effects: &mut Vec<Effect<D>>) {
+        if self.is_used_up(&head, attempts) {
+            self.park(slot, head, PoisonReason::Abandoned, self.plan, attempts, effects);
+            return;
+        }
         let stamp = self.stamp();
         let track = &mut self.tracks[slot];
         track.stamp = stamp;
@@ -1213,6 +1223,9 @@ impl<D: Item> Machine<D> {
         let same = copy && memory.identity.same_message(first.identity());
         let alike = copy && memory.identity.looks_like(first.identity());
         let attempts = memory.attempts;
+        // Its source has counted less than was made here: an operator has let it try again, after it had been kept or
+        // parked without an answer (the session had ended). What was decided before that does not bind it.
+        let anew = first.source_attempts().is_some_and(|made| made < attempts);
         match memory.next {
             Next::Finish if same => {
                 self.depth -= 1;
@@ -1222,10 +1235,10 @@ impl<D: Item> Machine<D> {
                 });
                 self.advance(slot, effects);
             }
-            Next::End(reason, plan) if same => {
+            Next::End(reason, plan) if same && !anew => {
                 self.park(slot, first, reason, plan, attempts, effects)
             }
-            Next::Settle(reason, plan) if same => {
+            Next::Settle(reason, plan) if same && !anew => {
                 let ticket = self.set_parking(slot, first.clone(), reason, plan, attempts, true);
                 effects.push(Effect::SettleWithBarrier {
                     ticket,

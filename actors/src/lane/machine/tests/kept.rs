@@ -195,3 +195,63 @@ fn what_the_source_has_kept_runs_again_even_if_its_session_ended_before_the_answ
     };
     run(&mut lane, &again, 1);
 }
+
+/// The step that was to keep the head (or to park it) took place, but its answer was lost with the session. So the
+/// lane waits for a copy that it would park; and what comes is what an operator lets try again.
+#[test]
+fn what_an_operator_lets_try_again_runs_even_if_its_keeping_was_never_answered() {
+    for plan in [PoisonPlan::Keep(None), PoisonPlan::Park] {
+        for answered in [false, true] {
+            let (s, next) = (SessionId::next(), SessionId::next());
+            let mut lane = lane(plan);
+            let ticket = run(&mut lane, &counted(s, Some("k"), 0), 1);
+            let effects = fail(&mut lane, ticket, FailureKind::Permanent);
+            let (ticket, ..) = parking(&effects);
+            let settled = false;
+            let answer = match answered {
+                true => Event::Parked { ticket, settled },
+                false => Event::ParkingEnded(ticket),
+            };
+            tell(&mut lane, answer);
+            tell(&mut lane, Event::SessionEnded(s));
+            let again = Msg {
+                redelivered: true,
+                ..counted(next, Some("k"), 0)
+            };
+            run(&mut lane, &again, 1);
+        }
+    }
+}
+
+/// A handler that takes its session down each time: every attempt is aborted, and only the source counts them.
+#[test]
+fn attempts_that_end_with_their_session_have_an_end_too() {
+    let mut lane = lane(PoisonPlan::Park);
+    for made in 0..3 {
+        let s = SessionId::next();
+        let ticket = run(&mut lane, &counted(s, Some("k"), made), made + 1);
+        tell(&mut lane, Event::SessionEnded(s));
+        let result = RunResult::Aborted;
+        tell(&mut lane, Event::Finished { ticket, result });
+    }
+    let copy = counted(SessionId::next(), Some("k"), 3);
+    let (_, reason, _) = parking(&tell(&mut lane, Event::Offered(copy)));
+    assert_eq!(reason, PoisonReason::Abandoned);
+}
+
+/// The source hands out the next message of a key when it has parked the one before, which the lane hears later.
+#[test]
+fn a_message_with_no_attempt_left_does_not_run_because_it_came_behind_another() {
+    let s = SessionId::next();
+    let mut lane = lane(PoisonPlan::Park);
+    let ticket = run(&mut lane, &counted(s, Some("k"), 0), 1);
+    let (ticket, ..) = parking(&fail(&mut lane, ticket, FailureKind::Permanent));
+    let behind = Msg {
+        number: 2,
+        identity: identity(Some("2"), "body"),
+        ..counted(s, Some("k"), 3)
+    };
+    assert_eq!(tell(&mut lane, Event::Offered(behind)), []);
+    let (_, reason, _) = parking(&parked(&mut lane, ticket));
+    assert_eq!(reason, PoisonReason::Abandoned);
+}
