@@ -346,3 +346,65 @@ async fn settled(store: &dyn laneway::store::Store, queue: &str) {
         .await
         .expect("the queue is empty in time");
 }
+
+static DECODED: AtomicU32 = AtomicU32::new(0);
+
+/// Counts how often it is decoded.
+#[derive(Serialize)]
+struct Original(u64);
+
+impl Message for Original {
+    const TYPE: &'static str = "original";
+}
+
+impl<'de> Deserialize<'de> for Original {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        DECODED.fetch_add(1, Ordering::SeqCst);
+        <(u64,)>::deserialize(from).map(|(number,)| Self(number))
+    }
+}
+
+/// Whoever polls in the moment between a commit and its hint finds the row without the object, and decodes it: that can
+/// happen, and not each time.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_object_that_was_enqueued_is_lent_to_the_handler_without_being_decoded() {
+    const MESSAGES: u64 = 50;
+    let database = Database::sqlite();
+    let (seen, taking) = (Seen::default(), Seen::default());
+    let taking = Seen {
+        count: Arc::clone(&seen.count),
+        changed: Arc::clone(&seen.changed),
+        ..taking
+    };
+    let bus = database
+        .under(Bus::builder())
+        .handler::<Original, _>(move |original: Original, _: Context| {
+            let seen = taking.clone();
+            async move {
+                seen.take(&Step {
+                    key: original.0,
+                    number: 0,
+                });
+                Ok(())
+            }
+        })
+        .local_queues(|q| q.durable())
+        .build()
+        .expect("a valid bus")
+        .start()
+        .await
+        .expect("started");
+    let url = format!("sqlite:{}", database.file().display());
+    let pool = sqlx::SqlitePool::connect(&url).await.expect("opened");
+    for number in 0..MESSAGES {
+        let begun = pool.begin_with("BEGIN IMMEDIATE").await;
+        let mut transaction = begun.expect("begun");
+        let enqueued = bus.enqueue_in(&mut transaction, Original(number)).await;
+        let enqueued = enqueued.expect("enqueued");
+        transaction.commit().await.expect("committed");
+        enqueued.committed();
+    }
+    seen.reach(MESSAGES as u32).await;
+    assert!(u64::from(DECODED.load(Ordering::SeqCst)) < MESSAGES);
+    bus.shutdown(DRAIN).await;
+}
