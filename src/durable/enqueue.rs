@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use laneway_actors::port::{Draft, PublishError};
-use laneway_actors::{ContextPublisher, Envelope, Message, OrderingKey};
+use laneway_actors::{ContextPublisher, Envelope, Message, MessageId, OrderingKey};
 use sqlx::{Database, Transaction};
 
 use super::engine::{Engine, Running};
 use crate::bus::Bus;
 use crate::local::address::ToQueue;
-use crate::store::{self, Placed, StoreError};
+use crate::store::{self, NewMessage, Placed, StoreError};
 
 /// Why messages were not enqueued in a transaction.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -113,8 +113,17 @@ impl std::fmt::Debug for Batch {
 pub struct Enqueued {
     stored: Option<store::Enqueued>,
     engine: Arc<Engine>,
-    queues: Vec<Arc<str>>,
-    originals: Vec<Option<Box<dyn Any + Send>>>,
+    lendings: Vec<Lending>,
+}
+
+/// What may be lent when it is committed: to which queue, and the object with its message's id.
+pub(super) type Lending = (Arc<str>, Option<(MessageId, Box<dyn Any + Send>)>);
+
+/// The message gets its id now, so that the object is known by it.
+pub(super) fn lending(row: &mut NewMessage, original: Option<Box<dyn Any + Send>>) -> Lending {
+    let id = row.envelope.id.get_or_insert_with(MessageId::unique);
+    let object = original.map(|original| (id.clone(), original));
+    (Arc::clone(&row.queue), object)
 }
 
 impl Enqueued {
@@ -128,7 +137,7 @@ impl Enqueued {
     /// transaction was rolled back**; if it is, nothing happens, for there are no rows.
     pub fn committed(self) {
         let Some(stored) = self.stored else { return };
-        lend(&self.engine, &stored, self.queues, self.originals);
+        lend(&self.engine, &stored, self.lendings);
         stored.committed();
     }
 }
@@ -142,15 +151,10 @@ impl std::fmt::Debug for Enqueued {
 }
 
 /// Lends the original objects to whoever claims their rows.
-pub(super) fn lend(
-    engine: &Engine,
-    stored: &store::Enqueued,
-    queues: Vec<Arc<str>>,
-    originals: Vec<Option<Box<dyn Any + Send>>>,
-) {
-    for ((placed, queue), original) in stored.placed().iter().zip(queues).zip(originals) {
-        if let (Placed::At(sequence), Some(original)) = (placed, original) {
-            engine.lent.give(queue, *sequence, original);
+pub(super) fn lend(engine: &Engine, stored: &store::Enqueued, lendings: Vec<Lending>) {
+    for (placed, (queue, object)) in stored.placed().iter().zip(lendings) {
+        if let (Placed::At(sequence), Some((id, original))) = (placed, object) {
+            engine.lent.give(queue, *sequence, id, original);
         }
     }
 }
@@ -214,7 +218,7 @@ impl Bus {
             .transactional::<DB>()
             .ok_or(EnqueueError::OtherDatabase)?;
         let mut rows = Vec::new();
-        let mut originals = Vec::new();
+        let mut lendings = Vec::new();
         for item in batch.0 {
             let (draft, original) = (item.encode)(publisher, item.key)?;
             let addressed = publisher.addressed_in_transaction(&draft)?;
@@ -229,12 +233,11 @@ impl Bus {
             let mut original = Some(original);
             for to in addressed.durable {
                 let due = item.due;
-                let (row, _) = super::into_row(ToQueue { due, ..to });
+                let (mut row, _) = super::into_row(ToQueue { due, ..to });
+                lendings.push(lending(&mut row, original.take()));
                 rows.push(row);
-                originals.push(original.take());
             }
         }
-        let queues = rows.iter().map(|row| row.queue.clone()).collect();
         let stored = match rows.is_empty() {
             true => None,
             false => Some(store.enqueue_in(transaction, rows).await?),
@@ -242,8 +245,7 @@ impl Bus {
         Ok(Enqueued {
             stored,
             engine,
-            queues,
-            originals,
+            lendings,
         })
     }
 }

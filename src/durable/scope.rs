@@ -126,8 +126,14 @@ impl<DB: Database> TransactionScope<DB> {
                 Err(error) => return Err(rolled_back(error)),
             }
         }
-        let (rows, originals): (Vec<_>, Vec<_>) = durable.into_iter().map(super::into_row).unzip();
-        let queues: Vec<_> = rows.iter().map(|row| row.queue.clone()).collect();
+        let (rows, lendings): (Vec<_>, Vec<_>) = durable
+            .into_iter()
+            .map(|message| {
+                let (mut row, original) = super::into_row(message);
+                let lending = super::enqueue::lending(&mut row, original);
+                (row, lending)
+            })
+            .unzip();
         let enqueued = match rows.is_empty() {
             true => None,
             false => {
@@ -148,7 +154,7 @@ impl<DB: Database> TransactionScope<DB> {
             claim.link.tell(Order::Committed(claim.tag));
         }
         if let Some(enqueued) = enqueued {
-            super::enqueue::lend(&self.engine, &enqueued, queues, originals);
+            super::enqueue::lend(&self.engine, &enqueued, lendings);
             let _: Vec<_> = Enqueued::committed(enqueued);
         }
         send(buffered);

@@ -315,6 +315,8 @@ impl Session {
                 continue;
             }
             let claim = Claim::new(Arc::clone(&self.link), tag, stored.sequence);
+            let lent = &self.queue.engine.lent;
+            let original = lent.take(&self.queue.name, stored.sequence, stored.id());
             let mut delivery = Delivery::new(
                 stored.envelope,
                 Arc::clone(&self.link.state),
@@ -324,8 +326,7 @@ impl Session {
             .with_attempts(stored.attempts)
             .redelivered(self.again || stored.attempts > 0)
             .with_native(Arc::new(Arc::new(claim)));
-            let lent = &self.queue.engine.lent;
-            if let Some(original) = lent.take(&self.queue.name, stored.sequence) {
+            if let Some(original) = original {
                 delivery = delivery.with_decoded(original);
             }
             batch.push(delivery);

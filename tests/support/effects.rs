@@ -8,7 +8,7 @@ use laneway::durable::{Batch, TransactionError};
 use laneway::durable::{EnqueueError, Enqueued, HandlerTransaction, InTransaction as _};
 use laneway::{Bus, Context, Message};
 use sqlx::postgres::PgPoolOptions;
-use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions};
 use sqlx::{Executor as _, PgPool, Postgres, Sqlite, SqlitePool, Transaction};
 
 use super::stores::{self, Database};
@@ -77,6 +77,8 @@ impl App {
             Database::Sqlite(_) => {
                 let options = SqliteConnectOptions::new()
                     .filename(database.file())
+                    .create_if_missing(true)
+                    .journal_mode(SqliteJournalMode::Wal)
                     .busy_timeout(Duration::from_secs(60));
                 let pool = SqlitePoolOptions::new()
                     .max_connections(32)
