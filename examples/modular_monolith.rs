@@ -97,7 +97,7 @@ async fn run_at(options: &Options, place: Place) -> Result<ExitCode, Box<dyn Err
         crash_after: options.crash_after,
     };
     if !options.json {
-        report::print_goal(options, &plan.place, recovered);
+        report::print_goal(options, &plan, database.orders().await?, recovered);
     }
     let worked = match options.nodes {
         None => life::alone(&plan, &database).await,

@@ -196,7 +196,7 @@ async fn every_effect_is_applied_once_and_in_sequence(world: World) {
                 assert_was_killed(&job.wait());
                 // And once more while it starts, at a moment that nothing shows from outside. Not a kill that counts.
                 let job = world.start(orders, &[]);
-                tokio::time::sleep(Duration::from_millis(random.u64(..400))).await;
+                tokio::time::sleep(Duration::from_millis(random.u64(..150))).await;
                 job.signal("KILL");
                 assert_was_killed(&job.wait());
             }

@@ -9,28 +9,37 @@ use serde::Serialize;
 
 use crate::Ended;
 use crate::census::Census;
+use crate::life::Plan;
 use crate::options::Options;
 use crate::orders::OrderPlaced;
-use crate::place::Place;
 use crate::tables::{EffectTally, Tally};
 
 /// Tells people what they are going to see.
-pub(crate) fn print_goal(options: &Options, place: &Place, recovered: u64) {
+pub(crate) fn print_goal(options: &Options, plan: &Plan, placed: u64, recovered: u64) {
+    let Plan { place, orders, .. } = plan;
     println!(
         "\
 Orders places {} orders, each in a transaction with its message. Shipping and Billing handle the messages,
 each from its own queue, a customer's orders in sequence; each effect is written in its handler's transaction.
 The bank sometimes does not answer Billing, and 1 order in 500 cannot be billed: a dead letter.
-Everything is in {place}.
-Kill this process as you like (kill -9): started again with the same arguments it goes on.
-",
-        HumanCount(options.orders)
+Everything is in {place}.",
+        HumanCount(*orders)
     );
-    if recovered > 0 {
+    if !options.temporary {
         println!(
-            "An earlier run has left {} messages unhandled.",
+            "Kill this process as you like (kill -9): started again with the same arguments it goes on."
+        );
+    }
+    println!();
+    if placed > 0 {
+        println!(
+            "Earlier runs have placed {} orders, and left {} messages unhandled.",
+            HumanCount(placed),
             HumanCount(recovered)
         );
+    }
+    if placed >= *orders && recovered == 0 {
+        println!("So there is nothing left to do: raise --orders to see more.");
     }
 }
 
