@@ -908,9 +908,23 @@ impl<D: Item> Machine<D> {
         // could be another message, and would be parked without ever having run.
         let spent = attempts >= self.policy.max_attempts.get() && head.identity().id().is_some();
         if self.is_used_up(&head, attempts) {
-            self.park(slot, head, PoisonReason::Abandoned, self.plan, attempts, effects);
+            self.park(
+                slot,
+                head,
+                PoisonReason::Abandoned,
+                self.plan,
+                attempts,
+                effects,
+            );
         } else if spent {
-            self.park(slot, head, PoisonReason::Failed, self.plan, attempts, effects);
+            self.park(
+                slot,
+                head,
+                PoisonReason::Failed,
+                self.plan,
+                attempts,
+                effects,
+            );
         } else {
             self.ask(slot, effects);
         }
@@ -926,7 +940,14 @@ impl<D: Item> Machine<D> {
     /// there, and a head that takes its process or its session down each time would never end.)
     fn ready(&mut self, slot: usize, head: D, attempts: u32, effects: &mut Vec<Effect<D>>) {
         if self.is_used_up(&head, attempts) {
-            self.park(slot, head, PoisonReason::Abandoned, self.plan, attempts, effects);
+            self.park(
+                slot,
+                head,
+                PoisonReason::Abandoned,
+                self.plan,
+                attempts,
+                effects,
+            );
             return;
         }
         let stamp = self.stamp();
