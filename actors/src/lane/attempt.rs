@@ -78,7 +78,7 @@ impl Drop for Report {
 }
 
 /// An attempt that may start: [`Crew`](super::crew::Crew) runs it.
-pub(super) struct Job {
+pub(crate) struct Job {
     endpoint: Arc<Endpoint>,
     delivery: Arc<Delivery>,
     attempt: u32,
