@@ -8,6 +8,8 @@
 mod job;
 #[path = "support/lives.rs"]
 mod lives;
+#[path = "support/postgres.rs"]
+mod postgres_server;
 #[path = "support/stores.rs"]
 mod stores;
 
@@ -31,6 +33,8 @@ use serde::{Deserialize, Serialize};
 
 use job::{History, Job};
 use lives::{Life, Look, Loose, Place, Seed, Step, new_step, ordered_steps, soak};
+use postgres_server::PrivatePostgres;
+use std::path::Path;
 use stores::Database;
 use tokio::sync::{Semaphore, watch};
 
@@ -109,7 +113,7 @@ impl Message for Twig {
 async fn a_handler_that_cascades_to_its_own_and_to_another_queue_loses_nothing_and_never_waits_for_itself(
     database: Database,
 ) {
-    let count = if soak() { 20_000 } else { 3_000 };
+    let count = if soak() { 20_000 } else { 1_200 };
     for transactional in [false, true] {
         let seeds = Tally::of(count + 1);
         let twigs = Tally::of(count);
@@ -257,7 +261,7 @@ impl Lives {
 
 /// D6.
 async fn a_partitioned_queue_with_a_backlog_is_handled_in_order_after_kills(database: Database) {
-    let (kills, each) = if soak() { (10, 500) } else { (3, 60) };
+    let (kills, each) = if soak() { (10, 500) } else { (2, 60) };
     let backlog: Vec<_> = (0..each)
         .flat_map(|number| (0..20).map(move |key| (key, number)))
         .collect();
@@ -367,7 +371,7 @@ async fn the_backlog_runs_before_what_arrives_during_the_start(database: Databas
         }
     };
     let arriving = if matches!(database, Database::Postgres { .. }) {
-        tokio::spawn(arrive(Arc::clone(&store), 501..=700))
+        tokio::spawn(arrive(Arc::clone(&store), 501..=600))
     } else {
         // Its file has one process, and one store in that.
         store.close().await;
@@ -375,7 +379,7 @@ async fn the_backlog_runs_before_what_arrives_during_the_start(database: Databas
     };
     drop(store);
     let ran = Arc::new(Mutex::new(Vec::new()));
-    let tally = Tally::of(900);
+    let tally = Tally::of(700);
     let (note, count) = (Arc::clone(&ran), tally.clone());
     let bus = started(
         database
@@ -390,15 +394,15 @@ async fn the_backlog_runs_before_what_arrives_during_the_start(database: Databas
     )
     .await;
     if let Database::Sqlite(_) = &database {
-        arrive(bus.store().expect("it runs"), 501..=700).await;
+        arrive(bus.store().expect("it runs"), 501..=600).await;
     }
     arriving.await.expect("stored");
-    for number in 701..=900 {
+    for number in 601..=700 {
         bus.publish(&Step { key: 1, number }).await.expect("stored");
     }
     tally.all().await;
     let ran = ran.lock().expect("no panic").clone();
-    assert_eq!(ran, (1..=900).collect::<Vec<_>>());
+    assert_eq!(ran, (1..=700).collect::<Vec<_>>());
     stop(bus, database).await;
 }
 
@@ -408,7 +412,7 @@ async fn the_backlog_runs_before_what_arrives_during_the_start(database: Databas
 async fn ids_of_ended_messages_are_remembered_for_their_window_and_then_forgotten(
     database: Database,
 ) {
-    const COUNT: u64 = 2_500;
+    const COUNT: u64 = 1_200;
     let window = Duration::from_secs(1);
     let tally = Tally::of(COUNT);
     let count = tally.clone();
@@ -416,7 +420,7 @@ async fn ids_of_ended_messages_are_remembered_for_their_window_and_then_forgotte
         count.count(number);
         async { Ok(()) }
     });
-    let builder = builder.local_queues(|q| q.durable());
+    let builder = builder.local_queues(|q| q.durable().max_parallel(64));
     let builder = match Place::of(&database) {
         Place::Sqlite(file) => {
             let store = DurableStore::from(SqliteConfig::file(file));
@@ -445,6 +449,63 @@ async fn ids_of_ended_messages_are_remembered_for_their_window_and_then_forgotte
     look.until_backlog(Loose::TYPE, 0).await;
     drop(store);
     stop(bus, database).await;
+}
+
+// ---- D20
+
+/// D20: the database stays away until the process has ended, and a handler runs that would keep it from ending.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_while_the_database_is_down_starts_nothing_and_ends_and_the_rest_is_resumed() {
+    const HANGS: u64 = 1_000;
+    let mut server = PrivatePostgres::start().await;
+    let mut backlog = vec![(99, HANGS)];
+    backlog.extend((0..20).flat_map(|number| (0..20).map(move |key| (key, number))));
+    let mut lives = Lives::after(Database::postgres_at(server.url()), &backlog).await;
+    let mut life = lives.life("one");
+    life.takes = Duration::from_millis(10);
+    life.waits = Some(HANGS);
+    let mut job = life.start();
+    job.until(lives.folder.path(), "end", 50);
+    let hangs = |run: &&job::HandlerRun| run.message.1 == HANGS;
+    assert_eq!(lives.history().runs.iter().filter(hangs).count(), 1);
+    server.crash();
+    job.signal("TERM");
+    wait_for_file(&life.told()).await;
+    let since = monotonic();
+    let id = job.id();
+    let ended = job.wait();
+    assert_eq!(ended.status.code(), Some(0), "{ended:?}");
+    lives.ledger.died(id);
+    let history = lives.history();
+    let later = history.runs.iter().filter(|run| run.start > since);
+    assert_eq!(later.count(), 0, "nothing starts after the signal");
+
+    server.boot().await;
+    lives.look = lives.place.look().await;
+    life.let_go();
+    lives.finish(&life).await;
+    let counted = lives.history().count();
+    assert_eq!(
+        (counted.lost, counted.inversions, counted.overlaps),
+        (0, 0, 0),
+        "{counted:?}"
+    );
+}
+
+/// The ledger's clock, in nanoseconds.
+fn monotonic() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+async fn wait_for_file(path: &Path) {
+    let there = async {
+        while !path.exists() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    let there = tokio::time::timeout(Duration::from_secs(60), there).await;
+    assert!(there.is_ok(), "{} never came", path.display());
 }
 
 // ---- D21

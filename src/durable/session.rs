@@ -11,6 +11,9 @@
 //! - A read fails: it is made again. Nothing is lost.
 //! - A settling fails, and whether it took place is unknown: the same one is made again, until it is answered or the
 //!   lease is lost. A message that is not there any more was settled by the first try.
+//! - The program drains, and its deadline is over: nothing is tried again, and the session ends as if its lease were
+//!   lost. (The barrier of its close waits for the settling. Trying on for as long as the lease is not another's, a
+//!   program whose database is away never ended.)
 //! - A counting of starts fails: it is made again, so an attempt may be counted twice.
 //! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
 //!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease.
@@ -24,6 +27,7 @@ use std::time::{Duration, Instant};
 use laneway_actors::port::SourceError;
 use laneway_actors::{Delivery, DeliveryTag};
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 
 use super::feed::Feed;
@@ -421,14 +425,15 @@ impl Session {
         let settlements: Vec<_> = settlements.into_iter().flatten().collect();
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
         let name = Arc::clone(&self.queue.name);
+        let give_up = self.queue.engine.give_up.clone();
         Box::pin(async move {
             if settlements.is_empty() {
                 return (then, Ok(()));
             }
-            let mut tries = Tries::new(name, "settled");
+            let mut tries = Tries::new(name, "settled", give_up);
             loop {
                 match store.settle(&lease, &settlements).await {
-                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    Err(error) if error.is_retryable() && tries.pause(&error).await => {}
                     answered => return (then, answered.map(|_| ())),
                 }
             }
@@ -475,11 +480,12 @@ impl Session {
         let (sequences, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
         let name = Arc::clone(&self.queue.name);
+        let give_up = self.queue.engine.give_up.clone();
         Box::pin(async move {
-            let mut tries = Tries::new(name, "counted as started");
+            let mut tries = Tries::new(name, "counted as started", give_up);
             loop {
                 match store.start(&lease, &sequences).await {
-                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    Err(error) if error.is_retryable() && tries.pause(&error).await => {}
                     answered => return (waiting, answered),
                 }
             }
@@ -492,21 +498,35 @@ struct Tries {
     queue: Arc<str>,
     what: &'static str,
     told: bool,
+    give_up: CancellationToken,
 }
 
 impl Tries {
-    fn new(queue: Arc<str>, what: &'static str) -> Self {
-        let told = false;
-        Self { queue, what, told }
+    fn new(queue: Arc<str>, what: &'static str, give_up: CancellationToken) -> Self {
+        Self {
+            queue,
+            what,
+            told: false,
+            give_up,
+        }
     }
 
-    async fn pause(&mut self, error: &StoreError) {
-        let Self { queue, what, told } = self;
+    /// Whether to try again.
+    async fn pause(&mut self, error: &StoreError) -> bool {
+        let Self {
+            queue,
+            what,
+            told,
+            give_up,
+        } = self;
         if !*told {
             warn!(target: "laneway", %queue, %error, "messages cannot be {what}; trying again");
         }
         *told = true;
-        tokio::time::sleep(AGAIN).await;
+        tokio::select! {
+            () = tokio::time::sleep(AGAIN) => true,
+            () = give_up.cancelled() => false,
+        }
     }
 }
 

@@ -258,6 +258,8 @@ pub struct Life {
     pub waits: Option<u64>,
     /// How long each handler takes.
     pub takes: Duration,
+    /// Attempts that a message has.
+    pub attempts: u32,
     /// Handlers have a transaction; those of steps write into the table of effects.
     pub transactional: bool,
 }
@@ -289,6 +291,7 @@ impl Life {
             kills: None,
             waits: None,
             takes: Duration::ZERO,
+            attempts: 3,
             transactional: false,
         }
     }
@@ -306,6 +309,11 @@ impl Life {
         self.folder.join(format!("go-{}", self.name))
     }
 
+    /// Is there once the life knows that it is to end.
+    pub fn told(&self) -> PathBuf {
+        self.folder.join(format!("told-{}", self.name))
+    }
+
     /// Lets the handlers that wait go on.
     pub fn let_go(&self) {
         std::fs::write(self.gate(), "").expect("written");
@@ -315,7 +323,7 @@ impl Life {
     pub async fn live(self) {
         let ledger = OrderLedger::in_folder(&self.folder).expect("a folder");
         let life = Arc::new(self);
-        let transactional = life.transactional;
+        let (transactional, attempts) = (life.transactional, life.attempts);
         let bus = life
             .place
             .under(Bus::builder())
@@ -327,7 +335,7 @@ impl Life {
                 Ok((1..=count).map(step).collect::<Vec<_>>())
             })
             .local_queues(|q| {
-                let q = q.durable().max_delivery_attempts(3);
+                let q = q.durable().max_delivery_attempts(attempts);
                 let q = q.backoff(Backoff::constant(Duration::from_millis(1)));
                 if transactional { q.transactional() } else { q }
             })
@@ -338,7 +346,11 @@ impl Life {
             .start()
             .await
             .expect("started");
-        let ended = bus.run_until(shutdown_signal()).await;
+        let signal = async {
+            shutdown_signal().await;
+            std::fs::write(life.told(), "").expect("written");
+        };
+        let ended = bus.run_until(signal).await;
         ended.expect("no endpoint failed");
     }
 
