@@ -376,6 +376,9 @@ impl Bus {
     /// settles, closes, stops. Publishing goes on until the handlers have ended. A second call waits for
     /// the first.
     pub async fn shutdown(&self, deadline: Duration) -> ShutdownReport {
+        if let Some(store) = &self.inner.store {
+            store.give_up_after(deadline);
+        }
         let drains = self.inner.endpoints.iter().map(|endpoint| async move {
             (endpoint.name().to_owned(), endpoint.drain(deadline).await)
         });

@@ -237,6 +237,50 @@ async fn a_held_key_survives_a_restart_and_goes_on_when_its_hold_ends(database: 
     database.clean_up().await;
 }
 
+/// Else whoever starts next would wait until they expire.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_gives_the_leases_back() {
+    let database = Database::postgres();
+    let seen = Seen::default();
+    let taking = seen.clone();
+    let bus = database
+        .under(Bus::builder())
+        .keyed::<Step>()
+        .handler::<Step, _>(move |step: Step, _: Context| {
+            let seen = taking.clone();
+            async move {
+                seen.take(&step);
+                Ok(())
+            }
+        })
+        .local_queues(|q| q.durable().partitioned(4).shards(4))
+        .build()
+        .expect("a valid bus")
+        .start()
+        .await
+        .expect("started");
+    // A key of each shard, by chance; one shard would do.
+    for key in 0..16 {
+        bus.publish(&Step { key, number: 0 }).await.expect("stored");
+    }
+    seen.reach(16).await;
+    let pool = sqlx::PgPool::connect(&stores::postgres_url())
+        .await
+        .expect("opened");
+    let owned = format!(
+        "SELECT count(*) FROM {} WHERE owner IS NOT NULL",
+        database.table("leases")
+    );
+    let owned = async || -> i64 {
+        let count = sqlx::query_scalar(&owned).fetch_one(&pool).await;
+        count.expect("counted")
+    };
+    assert!(owned().await > 0);
+    assert!(bus.shutdown(DRAIN).await.is_clean());
+    assert_eq!(owned().await, 0);
+    database.clean_up().await;
+}
+
 /// A handler in a transaction: fails in its first attempt after it has written, and else writes and goes on with the next
 /// number.
 macro_rules! steps_in_transactions {

@@ -123,7 +123,7 @@ async fn a_handler_that_cascades_to_its_own_and_to_another_queue_loses_nothing_a
                 .under(Bus::builder())
                 .handler::<Seed, _>(move |Seed(number): Seed, _: Context| {
                     // Number 0 is the first.
-                    let more = if number == 0 { 1..=count } else { 1..=0 };
+                    let more = 1..=if number == 0 { count } else { 0 };
                     seed.count(number);
                     async move {
                         let seeds: Vec<_> = more.clone().map(Seed).collect();

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
@@ -36,6 +36,8 @@ pub struct SessionState {
     /// Which of the endpoint's sources it belongs to.
     shard: usize,
     ended: CancellationToken,
+    /// It is to be closed: what runs may finish, nothing more starts.
+    draining: AtomicBool,
     /// Time of the last proof of life, in nanoseconds of this process's monotonic clock.
     proven: AtomicU64,
     /// How old a proof may be; `u64::MAX` nanoseconds where the source cannot go away unseen.
@@ -55,6 +57,7 @@ impl SessionState {
             id: SessionId::next(),
             shard,
             ended: CancellationToken::new(),
+            draining: AtomicBool::new(false),
             proven: AtomicU64::new(nanos(Instant::now())),
             max_age: AtomicU64::new(u64::MAX),
         })
@@ -84,6 +87,15 @@ impl SessionState {
     /// Marks the session ended. Calling it again changes nothing.
     pub fn end(&self) {
         self.ended.cancel();
+    }
+
+    /// Nothing of it starts any more, also what waits for something just before its start.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
     }
 
     /// Whether it has ended.

@@ -255,6 +255,10 @@ impl RunningStore for Running {
         })
     }
 
+    fn give_up_after(&self, deadline: Duration) {
+        Running::give_up_after(self, deadline);
+    }
+
     fn stop(&self) -> BoxFuture<'_, ()> {
         Box::pin(Running::stop(self))
     }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use laneway_actors::port::{MemberId, Scope};
 use sqlx::Database;
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::keeper::Keeper;
@@ -30,10 +31,11 @@ const PROMOTE: Duration = Duration::from_millis(250);
 const PROMOTE_AT_ONCE: u32 = 1_000;
 /// How often ids of messages that ended long ago are looked for.
 const PRUNE: Duration = Duration::from_secs(10);
-/// How long closing the connections may take.
-const CLOSE: Duration = Duration::from_secs(5);
 /// Ids that are forgotten at once at most: small transactions disturb nobody.
 const PRUNE_AT_ONCE: u32 = 1_000;
+
+/// How long closing the connections may take.
+const CLOSE: Duration = Duration::from_secs(2);
 
 /// Where the store is found once it has started.
 #[derive(Default)]
@@ -63,6 +65,8 @@ pub(super) struct Engine {
     pub(super) sink: Sink,
     pub(super) publisher: Arc<BusPublisher>,
     pub(super) runtime: Handle,
+    /// Cancelled when a drain has had its time: what the database does not answer is not tried again.
+    pub(super) give_up: CancellationToken,
 }
 
 type MakeScope = Box<dyn Fn(Arc<Engine>, Option<Arc<Claim>>) -> Arc<dyn Scope> + Send + Sync>;
@@ -142,6 +146,7 @@ impl Running {
             lent: Lent::default(),
             publisher,
             runtime: handle.clone(),
+            give_up: CancellationToken::new(),
             store,
         });
         let store = &engine.store;
@@ -155,17 +160,32 @@ impl Running {
         Ok(running)
     }
 
+    /// From `deadline` on nothing waits for a database that does not answer.
+    pub(super) fn give_up_after(&self, deadline: Duration) {
+        if let Some(engine) = self.slot.engine() {
+            let give_up = engine.give_up.clone();
+            engine.runtime.spawn(async move {
+                tokio::time::sleep(deadline).await;
+                give_up.cancel();
+            });
+        }
+    }
+
     /// Closes the store. Whatever is under way fails.
     pub(super) async fn stop(&self) {
         let engine = self.slot.lock().take();
-        if let Some(engine) = engine
-            && tokio::time::timeout(CLOSE, engine.store.close())
-                .await
-                .is_err()
-        {
-            // A connection on which nobody answers, or one that a handler still holds. With the threads ends what
-            // remains.
-            warn!(target: "laneway", store = engine.store.name(), "not every connection could be closed in time");
+        if let Some(engine) = engine {
+            let runtime = engine.runtime.clone();
+            let closing = runtime.spawn(async move {
+                let closing = tokio::time::timeout(CLOSE, engine.store.close()).await;
+                if closing.is_err() {
+                    // A connection on which nobody answers, or one that a handler still holds. With the threads ends
+                    // what remains.
+                    warn!(target: "laneway", store = engine.store.name(), "not every connection could be closed in time");
+                }
+            });
+            // An error means that it panicked, and is closed all the more.
+            let _ = closing.await;
         }
         self.end_threads();
     }

@@ -6,9 +6,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use laneway_actors::SessionState;
 use tracing::{info, warn};
 
+use super::link::Link;
 use crate::store::{Lease, Store};
 
 /// How long a lease lasts without a renewal. A node that dies is replaced after that.
@@ -27,15 +27,15 @@ pub(super) struct Keeper {
 
 struct Held {
     lease: Lease,
-    state: Arc<SessionState>,
+    link: Arc<Link>,
 }
 
 impl Keeper {
-    /// Renews a lease, which was asked for at `asked`, until its session has ended or it is [let go](Self::let_go).
-    pub(super) fn keep(&self, lease: Lease, state: Arc<SessionState>, asked: Instant) {
-        state.prove(asked);
-        state.require_proof_every(PROOF);
-        self.lock().push(Held { lease, state });
+    /// Renews a lease, which was asked for at `asked`, until it is [let go](Self::let_go).
+    pub(super) fn keep(&self, lease: Lease, link: Arc<Link>, asked: Instant) {
+        link.state.prove(asked);
+        link.state.require_proof_every(PROOF);
+        self.lock().push(Held { lease, link });
     }
 
     pub(super) fn let_go(&self, lease: &Lease) {
@@ -51,11 +51,10 @@ impl Keeper {
         let mut silent_since: Option<Instant> = None;
         loop {
             tokio::time::sleep(EVERY).await;
-            let (leases, states): (Vec<_>, Vec<_>) = {
-                let mut held = self.lock();
-                held.retain(|held| !held.state.has_ended());
+            let (leases, links): (Vec<_>, Vec<_>) = {
+                let held = self.lock();
                 let held = held.iter();
-                held.map(|held| (held.lease.clone(), Arc::clone(&held.state)))
+                held.map(|held| (held.lease.clone(), Arc::clone(&held.link)))
                     .unzip()
             };
             if leases.is_empty() {
@@ -67,12 +66,12 @@ impl Keeper {
                     if let Some(since) = silent_since.take() {
                         info!(target: "laneway", store = store.name(), after = ?since.elapsed(), "leases are renewed again");
                     }
-                    for (lease, state) in leases.iter().zip(states) {
+                    for (lease, link) in leases.iter().zip(links) {
                         if lost.contains(lease) {
                             warn!(target: "laneway", queue = %lease.queue, scope = ?lease.scope, "a lease was lost to another node");
-                            state.end();
+                            link.lose();
                         } else {
-                            state.prove(asked);
+                            link.state.prove(asked);
                         }
                     }
                 }

@@ -5,12 +5,17 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use laneway_actors::port::{Ack, SessionLost};
 use laneway_actors::{Delivery, FailureKind, SessionState};
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
 
 use crate::store::{FailedAttempt, Lease, Sequence, Settlement, Start, StoreError};
 
 /// The way to one session.
 pub(super) struct Link {
+    /// Ended by the supervisor too, before it closes a session in an orderly way: what is to be settled and given back
+    /// then still is.
     pub(super) state: Arc<SessionState>,
+    /// The lease is another's: nothing of the session can be settled any more.
+    pub(super) lost: CancellationToken,
     /// The right to settle, once it is there.
     pub(super) lease: OnceLock<Lease>,
     pub(super) orders: mpsc::UnboundedSender<Order>,
@@ -37,6 +42,12 @@ pub(super) enum Order {
 }
 
 impl Link {
+    /// The lease is known to be another's.
+    pub(super) fn lose(&self) {
+        self.lost.cancel();
+        self.state.end();
+    }
+
     /// Sends an order and waits for its answer.
     pub(super) async fn ask<T>(
         &self,
@@ -48,7 +59,7 @@ impl Link {
             // An answer that is there already counts.
             biased;
             answer = answer => answer.map_err(|_| SessionLost),
-            () = self.state.ended() => Err(SessionLost),
+            () = self.lost.cancelled() => Err(SessionLost),
         }
     }
 

@@ -11,6 +11,7 @@ use laneway_actors::port::{
 };
 use laneway_actors::{Delivery, FailureKind, SessionState};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::engine::{Engine, Slot};
 use super::link::{Claim, Link, Order};
@@ -79,6 +80,7 @@ impl Source for DurableSource {
             let (deliveries, mut delivered) = mpsc::unbounded_channel();
             let link = Arc::new(Link {
                 state,
+                lost: CancellationToken::new(),
                 lease: std::sync::OnceLock::new(),
                 orders,
             });

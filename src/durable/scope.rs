@@ -115,7 +115,7 @@ impl<DB: Database> TransactionScope<DB> {
             match self.mark(&mut transaction, claim).await {
                 Ok(()) => {}
                 Err(StoreError::LeaseLost { .. }) => {
-                    claim.link.state.end();
+                    claim.link.lose();
                     return Err(CommitError::SessionEnded);
                 }
                 // An earlier attempt's commit took place after all: its effects stand, these do not.
@@ -188,7 +188,7 @@ impl<DB: Database> TransactionScope<DB> {
             return Err(rolled_back(why));
         };
         let Some(lease) = claim.link.lease.get() else {
-            claim.link.state.end();
+            claim.link.lose();
             return Err(CommitError::SessionEnded);
         };
         loop {
@@ -197,14 +197,14 @@ impl<DB: Database> TransactionScope<DB> {
                 .unsettled(lease, std::slice::from_ref(&claim.sequence));
             let answer = tokio::select! {
                 answer = asking => answer,
-                () = claim.link.state.ended() => return Err(CommitError::SessionEnded),
+                () = claim.link.lost.cancelled() => return Err(CommitError::SessionEnded),
             };
             match answer {
                 Ok(left) if left.is_empty() => return Ok(()),
                 Ok(_) => return Err(rolled_back(why)),
                 Err(error) if error.is_retryable() => tokio::time::sleep(AGAIN).await,
                 Err(_) => {
-                    claim.link.state.end();
+                    claim.link.lose();
                     return Err(CommitError::SessionEnded);
                 }
             }

@@ -11,6 +11,9 @@
 //! - A read fails: it is made again. Nothing is lost.
 //! - A settling fails, and whether it took place is unknown: the same one is made again, until it is answered or the
 //!   lease is lost. A message that is not there any more was settled by the first try.
+//! - The program drains, and its deadline is over: nothing is tried again, and the session ends as if its lease were
+//!   lost. (The barrier of its close waits for the settling. Trying on for as long as the lease is not another's, a
+//!   program whose database is away never ended.)
 //! - A counting of starts fails: it is made again, with the attempts' numbers, so that each counts once. And once
 //!   more if the outage was so long that the proof of life is too old for the start when it is counted at last.
 //! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
@@ -25,6 +28,7 @@ use std::time::{Duration, Instant};
 use laneway_actors::port::SourceError;
 use laneway_actors::{Delivery, DeliveryTag};
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 
 use super::feed::Feed;
@@ -118,10 +122,10 @@ impl Session {
     }
 
     pub(super) async fn run(mut self, place: Place) {
-        let state = Arc::clone(&self.link.state);
+        let lost = self.link.lost.clone();
         let end = tokio::select! {
-            // What is under way when the session ends is dropped: its lease fences it.
-            () = state.ended() => End::Lost("the lease of the queue was lost".to_owned()),
+            // What is under way then is dropped: the lease fences it.
+            () = lost.cancelled() => End::Lost("the lease of the queue was lost".to_owned()),
             end = self.live(place) => end,
         };
         let lease = self.link.lease.get();
@@ -141,7 +145,7 @@ impl Session {
                 }
             }
             End::Lost(what) => {
-                self.link.state.end();
+                self.link.lose();
                 let error = SourceError::Unavailable { what, source: None };
                 // Nobody may be listening any more.
                 let _ = self.deliveries.send(Err(error));
@@ -251,8 +255,8 @@ impl Session {
             };
             match taken {
                 Ok(Some(lease)) => {
-                    let state = Arc::clone(&self.link.state);
-                    engine.keeper.keep(lease.clone(), state, asked);
+                    let link = Arc::clone(&self.link);
+                    engine.keeper.keep(lease.clone(), link, asked);
                     return Ok(lease);
                 }
                 Ok(None) => {}
@@ -425,14 +429,15 @@ impl Session {
         let settlements: Vec<_> = settlements.into_iter().flatten().collect();
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
         let name = Arc::clone(&self.queue.name);
+        let give_up = self.queue.engine.give_up.clone();
         Box::pin(async move {
             if settlements.is_empty() {
                 return (then, Ok(()));
             }
-            let mut tries = Tries::new(name, "settled");
+            let mut tries = Tries::new(name, "settled", give_up);
             loop {
                 match store.settle(&lease, &settlements).await {
-                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    Err(error) if error.is_retryable() && tries.pause(&error).await => {}
                     answered => return (then, answered.map(|_| ())),
                 }
             }
@@ -479,11 +484,12 @@ impl Session {
         let (starts, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
         let name = Arc::clone(&self.queue.name);
+        let give_up = self.queue.engine.give_up.clone();
         Box::pin(async move {
-            let mut tries = Tries::new(name, "counted as started");
+            let mut tries = Tries::new(name, "counted as started", give_up);
             loop {
                 match store.start(&lease, &starts).await {
-                    Err(error) if error.is_retryable() => tries.pause(&error).await,
+                    Err(error) if error.is_retryable() && tries.pause(&error).await => {}
                     answered => return (waiting, answered),
                 }
             }
@@ -496,21 +502,35 @@ struct Tries {
     queue: Arc<str>,
     what: &'static str,
     told: bool,
+    give_up: CancellationToken,
 }
 
 impl Tries {
-    fn new(queue: Arc<str>, what: &'static str) -> Self {
-        let told = false;
-        Self { queue, what, told }
+    fn new(queue: Arc<str>, what: &'static str, give_up: CancellationToken) -> Self {
+        Self {
+            queue,
+            what,
+            told: false,
+            give_up,
+        }
     }
 
-    async fn pause(&mut self, error: &StoreError) {
-        let Self { queue, what, told } = self;
+    /// Whether to try again.
+    async fn pause(&mut self, error: &StoreError) -> bool {
+        let Self {
+            queue,
+            what,
+            told,
+            give_up,
+        } = self;
         if !*told {
             warn!(target: "laneway", %queue, %error, "messages cannot be {what}; trying again");
         }
         *told = true;
-        tokio::time::sleep(AGAIN).await;
+        tokio::select! {
+            () = tokio::time::sleep(AGAIN) => true,
+            () = give_up.cancelled() => false,
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::future::BoxFuture;
 use laneway_actors::port::Scope;
@@ -81,6 +82,9 @@ pub(crate) trait RunningStore: Send + Sync {
         sequence: i64,
         end: HoldEnd,
     ) -> BoxFuture<'a, Result<bool, String>>;
+
+    /// A drain has begun: from `deadline` on, what the database does not answer is not tried again.
+    fn give_up_after(&self, deadline: Duration);
 
     /// Closes the database. Whatever is under way there fails.
     fn stop(&self) -> BoxFuture<'_, ()>;

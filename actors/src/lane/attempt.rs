@@ -147,7 +147,11 @@ async fn run_attempt(
     let mut report = report;
     let permit = permit;
     // Again, here: the task may have waited for a thread, or the process may have been stopped.
-    if !delivery.session().may_start() {
+    let may_start = |delivery: &Delivery| {
+        let session = delivery.session();
+        session.may_start() && !session.is_draining()
+    };
+    if !may_start(&delivery) {
         report.end = RunEnd::NotStarted;
         return;
     }
@@ -155,7 +159,7 @@ async fn run_attempt(
         None => None,
         Some(attempts) => match attempts.begin(&delivery, attempt).await {
             // And again: counting it may have taken long.
-            Ok(scope) if delivery.session().may_start() => scope,
+            Ok(scope) if may_start(&delivery) => scope,
             _ => {
                 report.end = RunEnd::NotStarted;
                 return;

@@ -476,16 +476,16 @@ impl Lane {
 
     /// The session does not allow a start: it has ended (its end is about to be reported here, and is
     /// taken for known), or its proof of life is too old (then nothing starts until there is a new
-    /// one; the supervisor watches for it).
+    /// one; the supervisor watches for it); or it is to be closed, and gives this message back.
     fn not_started(&mut self, ticket: Ticket, delivery: &Delivery) {
         let session = delivery.session();
-        let first = if session.has_ended() {
-            Event::SessionEnded(session.id())
-        } else {
+        if session.has_ended() {
+            let ended = Event::SessionEnded(session.id());
+            self.machine.handle(ended, &mut self.effects);
+        } else if !session.is_draining() {
             self.supervisor.do_send(FromLane::Paused);
-            Event::Paused
-        };
-        self.machine.handle(first, &mut self.effects);
+            self.machine.handle(Event::Paused, &mut self.effects);
+        }
         let result = RunResult::Aborted;
         self.machine
             .handle(Event::Finished { ticket, result }, &mut self.effects);

@@ -379,7 +379,10 @@ impl EndpointSupervisor {
         let lanes = self.lanes.len();
         let shard = &mut self.shards[number];
         let session = match &shard.live {
-            Some(live) if shard.giving.is_none() => live.state.id(),
+            Some(live) if shard.giving.is_none() => {
+                live.state.drain();
+                live.state.id()
+            }
             _ => return,
         };
         shard.giving = Some(Giving {
