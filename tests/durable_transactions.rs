@@ -34,6 +34,8 @@ enum Sin {
     Panics,
     TimesOut,
     LeaksItsTransaction,
+    /// A task keeps the context, and with it what belongs to the attempt.
+    LeaksItsContext,
     AsksTwice,
     AsksForTheOtherDatabase,
     RollsASavepointBack,
@@ -84,6 +86,7 @@ struct Seen {
     wrote: Mutex<BTreeMap<u64, u32>>,
     told: Mutex<BTreeMap<u64, u32>>,
     wrong: Mutex<Vec<String>>,
+    leaked: Mutex<Vec<Context>>,
     changed: Notify,
 }
 
@@ -141,6 +144,11 @@ async fn take(
                 drop(own);
             });
             return Ok(Wrote { id });
+        }
+        Sin::LeaksItsContext => {
+            drop(own);
+            seen.leaked.lock().expect("unharmed").push(cx);
+            return Err(Failure::transient("its context stays"));
         }
         Sin::AsksTwice => match Handlers::of(&cx, kind).await {
             Err(TransactionError::InUse) => return Err(Failure::transient("in use")),
@@ -327,6 +335,7 @@ async fn whatever_a_handler_does_its_effects_come_once(database: Database) {
         Sin::Panics,
         Sin::TimesOut,
         Sin::LeaksItsTransaction,
+        Sin::LeaksItsContext,
         Sin::AsksTwice,
         Sin::AsksForTheOtherDatabase,
         Sin::RollsASavepointBack,
@@ -334,10 +343,15 @@ async fn whatever_a_handler_does_its_effects_come_once(database: Database) {
         Sin::PublishesToTheBroker,
     ];
     stand.publish(sins).await;
-    stand.assert_effects(&(1..=10).collect::<Vec<_>>()).await;
+    stand.assert_effects(&(1..=11).collect::<Vec<_>>()).await;
     // On SQLite others wait for the one that times out, and may time out with it.
     let store = stand.bus.store().expect("it runs");
     assert_eq!(store.count("order").await.expect("counted").dead, 0);
+    let leaked = std::mem::take(&mut *stand.seen.leaked.lock().expect("unharmed"));
+    for cx in &leaked {
+        let asked = Handlers::of(cx, Kind::of(&stand.database)).await;
+        assert!(matches!(asked, Err(TransactionError::Ended)));
+    }
     stand.end().await;
 }
 

@@ -219,6 +219,10 @@ pub trait Scope: Send + Sync + 'static {
     /// Dropping the future leaves it open whether the commit took place.
     fn commit(self: Arc<Self>, returned: Vec<Draft>)
     -> BoxFuture<'static, Result<(), CommitError>>;
+
+    /// The attempt has ended: what is not committed is given up now, and nothing can begin any more, whoever still has
+    /// the handler's context. Does not wait.
+    fn end(&self);
 }
 
 /// Why an attempt's effects are not final.

@@ -14,6 +14,7 @@
 use std::any::Any;
 use std::future::Future;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -36,6 +37,26 @@ const COMMIT: Duration = Duration::from_secs(5);
 
 type Slot<DB> = Option<Transaction<'static, DB>>;
 
+/// The transaction, and whether its attempt has ended.
+struct Shared<DB: Database> {
+    slot: Arc<tokio::sync::Mutex<Slot<DB>>>,
+    ended: AtomicBool,
+}
+
+impl<DB: Database> Shared<DB> {
+    /// Gives up what is there after the end, unless a handler's task still has it: then that does so when it is done.
+    ///
+    /// The end is said before the lock is tried here, and the lock is given back there before it is asked for the end: so
+    /// one of the two gives it up.
+    fn give_up_if_ended(&self) {
+        if self.ended.load(Ordering::SeqCst)
+            && let Ok(mut slot) = self.slot.try_lock()
+        {
+            drop(slot.take());
+        }
+    }
+}
+
 /// What a handler has published so far.
 #[derive(Default)]
 struct Published {
@@ -49,7 +70,7 @@ pub(super) struct TransactionScope<DB: Database> {
     store: Arc<dyn TransactionalStore<Database = DB>>,
     /// `None` where the handler was called directly: there is nothing to settle.
     claim: Option<Arc<Claim>>,
-    transaction: Arc<tokio::sync::Mutex<Slot<DB>>>,
+    transaction: Arc<Shared<DB>>,
     published: Mutex<Published>,
 }
 
@@ -63,7 +84,10 @@ impl<DB: Database> TransactionScope<DB> {
             engine,
             store,
             claim,
-            transaction: Arc::default(),
+            transaction: Arc::new(Shared {
+                slot: Arc::default(),
+                ended: AtomicBool::new(false),
+            }),
             published: Mutex::default(),
         }
     }
@@ -94,7 +118,7 @@ impl<DB: Database> TransactionScope<DB> {
         for draft in &returned {
             self.take_down(draft).map_err(rolled_back)?;
         }
-        let mut slot = self.transaction.try_lock().map_err(|_| {
+        let mut slot = self.transaction.slot.try_lock().map_err(|_| {
             rolled_back("the handler has returned and still holds its transaction; drop it first")
         })?;
         let Published { durable, buffered } = std::mem::take(
@@ -239,6 +263,11 @@ impl<DB: Database> Scope for TransactionScope<DB> {
     ) -> BoxFuture<'static, Result<(), CommitError>> {
         Box::pin(async move { self.finish(returned).await })
     }
+
+    fn end(&self) {
+        self.transaction.ended.store(true, Ordering::SeqCst);
+        self.transaction.give_up_if_ended();
+    }
 }
 
 /// Why a handler has no transaction.
@@ -254,6 +283,9 @@ pub enum TransactionError {
     /// The handler has it already.
     #[error("the handler already uses its transaction; drop that first")]
     InUse,
+    /// The attempt has ended: a task that the handler has left behind asks.
+    #[error("the handler has ended, and its transaction with it")]
+    Ended,
     /// It could not begin.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -264,14 +296,23 @@ pub enum TransactionError {
 /// Whatever is written in it commits together with the mark that the message is handled, and with everything the handler
 /// publishes, when the handler has succeeded; else nothing of it does. It is a connection: `execute(&mut *transaction)`.
 /// To be dropped before the handler returns. Ending it by SQL (`COMMIT`) is not allowed, and breaks the promise.
-pub struct HandlerTransaction<DB: Database>(OwnedMutexGuard<Slot<DB>>);
+pub struct HandlerTransaction<DB: Database> {
+    slot: Option<OwnedMutexGuard<Slot<DB>>>,
+    shared: Arc<Shared<DB>>,
+}
+
+impl<DB: Database> Drop for HandlerTransaction<DB> {
+    fn drop(&mut self) {
+        drop(self.slot.take());
+        self.shared.give_up_if_ended();
+    }
+}
 
 impl<DB: Database> HandlerTransaction<DB> {
     /// The transaction itself, for functions that take one.
     pub fn as_transaction(&mut self) -> &mut Transaction<'static, DB> {
-        self.0
-            .as_mut()
-            .expect("it was begun before it was given out")
+        let slot = self.slot.as_mut().and_then(|slot| slot.as_mut());
+        slot.expect("it was begun before it was given out")
     }
 }
 
@@ -279,9 +320,8 @@ impl<DB: Database> Deref for HandlerTransaction<DB> {
     type Target = DB::Connection;
 
     fn deref(&self) -> &DB::Connection {
-        self.0
-            .as_ref()
-            .expect("it was begun before it was given out")
+        let slot = self.slot.as_ref().and_then(|slot| slot.as_ref());
+        slot.expect("it was begun before it was given out")
     }
 }
 
@@ -319,11 +359,25 @@ impl InTransaction for Context {
         let scope = scope
             .downcast::<TransactionScope<DB>>()
             .map_err(|_| TransactionError::OtherDatabase)?;
-        let slot = Arc::clone(&scope.transaction);
-        let mut slot = slot.try_lock_owned().map_err(|_| TransactionError::InUse)?;
-        if slot.is_none() {
-            *slot = Some(scope.begin().await?);
+        let shared = Arc::clone(&scope.transaction);
+        let slot = Arc::clone(&shared.slot).try_lock_owned();
+        // Made at once, so that the attempt's end while it begins is seen.
+        let mut own = HandlerTransaction {
+            slot: Some(slot.map_err(|_| TransactionError::InUse)?),
+            shared,
+        };
+        let ended = |own: &HandlerTransaction<DB>| own.shared.ended.load(Ordering::SeqCst);
+        if ended(&own) {
+            return Err(TransactionError::Ended);
         }
-        Ok(HandlerTransaction(slot))
+        if let Some(slot) = &mut own.slot
+            && slot.is_none()
+        {
+            **slot = Some(scope.begin().await?);
+        }
+        match ended(&own) {
+            true => Err(TransactionError::Ended),
+            false => Ok(own),
+        }
     }
 }

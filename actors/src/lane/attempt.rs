@@ -136,6 +136,16 @@ pub(super) fn prepare(
     (job, abort)
 }
 
+/// Ends what surrounds an attempt with it. The handler may have given its context to a task of its own, which must not
+/// keep a transaction open.
+struct EndsScope(Arc<dyn Scope>);
+
+impl Drop for EndsScope {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
 async fn run_attempt(
     endpoint: Arc<Endpoint>,
     delivery: Arc<Delivery>,
@@ -166,6 +176,7 @@ async fn run_attempt(
             }
         },
     };
+    let _ended = scope.clone().map(EndsScope);
     let timeout = endpoint.config.handler_timeout;
     let cx = Context {
         delivery: Arc::clone(&delivery),
