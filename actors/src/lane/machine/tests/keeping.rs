@@ -161,6 +161,8 @@ impl World {
         self.ending = true;
         for _ in 0..4_000 {
             let gone = self.messages.iter().all(|message| message.row == Row::Gone);
+            let unseen = self.session.as_ref().is_some_and(|open| !open.alive);
+            let gone = gone && !unseen && self.asks.is_empty();
             if gone && self.runs.is_empty() && self.moving.is_empty() && self.timers.is_empty() {
                 let moving = |track: &Track<Msg>| !matches!(track.state, State::Remembered(_));
                 let left = self
