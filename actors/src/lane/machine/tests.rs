@@ -1,11 +1,13 @@
-//! Proof of the lane machine, in three parts.
+//! Proof of the lane machine, in four parts.
 //!
 //! - `interleavings`: one hand-written story per promise.
 //! - `world`: a broker, permits, timers and a parking place around one machine, driven at random, and
 //!   a naive model that says what must hold. `property` runs it.
+//! - `kept`, `keeping`: the same two ways for sources that keep messages themselves.
 //! - `mutants`: machines that are broken on purpose. The property must find each of them.
 
 mod interleavings;
+mod keeping;
 mod kept;
 mod mutants;
 mod property;
