@@ -1,6 +1,6 @@
 //! The store in PostgreSQL, version 12 or later.
 //!
-//! Beside four pools, one connection listens for hints: with the defaults a node uses up to nine
+//! Beside four pools, one connection lisnines for hints: with the defaults a node uses up to nine
 //! connections. None of them is the application's.
 
 use std::fmt;
@@ -329,12 +329,8 @@ impl Store for PostgresStore {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            // Within the statement that begins, since it would cost a round trip of its own.
-            let begin = "BEGIN; SET LOCAL synchronous_commit = off";
-            let mut transaction = connection.begin_with(begin).await?;
             let sequences = Sequence::numbers(sequences);
-            settle::start(&mut transaction, &self.names, number, lease, sequences).await?;
-            transaction.commit().await?;
+            settle::start(&mut connection, &self.names, number, lease, sequences).await?;
             connection.done();
             Ok(())
         })
@@ -348,10 +344,8 @@ impl Store for PostgresStore {
         self.bounded("settle", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            let mut transaction = connection.begin().await?;
             let settled =
-                settle::settle(&mut transaction, &self.names, number, lease, settlements).await?;
-            transaction.commit().await?;
+                settle::settle(&mut connection, &self.names, number, lease, settlements).await?;
             connection.done();
             Ok(settled)
         })
@@ -480,7 +474,7 @@ impl TransactionalStore for PostgresStore {
         self.bounded("settle_in", async move {
             let number = self.known.number(&lease.queue)?;
             let settled =
-                settle::settle(connection, &self.names, number, lease, settlements).await?;
+                settle::settle_in(connection, &self.names, number, lease, settlements).await?;
             Ok(settled.complete(&lease.queue)?)
         })
     }
