@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
-use sqlx::{PgPool, Postgres, Row as _};
+use sqlx::{Connection as _, PgPool, Postgres, Row as _};
 
 use super::PostgresConfig;
 use super::fault::Fault;
@@ -16,6 +16,10 @@ use crate::store::{Durability, StoreError};
 
 /// `WITH … AS MATERIALIZED` and identity columns need 12; older versions get no fixes any more either way.
 const OLDEST: i32 = 120_000;
+
+/// A connection that was not used for so long is asked whether it still lives before it is. At work that would be a round
+/// trip for each statement, and one that has died since fails like one that dies now.
+const ASK_AFTER: Duration = Duration::from_secs(1);
 
 /// The pools of one store.
 #[derive(Debug, Clone)]
@@ -43,12 +47,21 @@ impl Pools {
                 .min_connections(0)
                 .max_connections(most)
                 .acquire_timeout(config.timeout)
+                .test_before_acquire(false)
+                .before_acquire(|connection, about| {
+                    Box::pin(async move {
+                        if about.idle_for >= ASK_AFTER {
+                            connection.ping().await?;
+                        }
+                        Ok(true)
+                    })
+                })
                 .connect_with(options)
         };
         Ok(Self {
             heartbeats: pool(1, true).await?,
             leases: pool(1, true).await?,
-            claims: pool(2, true).await?,
+            claims: pool(3, true).await?,
             // Handlers decide themselves how long their statements take.
             work: pool(config.work_connections, false).await?,
         })

@@ -1,6 +1,6 @@
 //! The store in PostgreSQL, version 12 or later.
 //!
-//! Beside four pools, one connection lisnines for hints: with the defaults a node uses up to nine
+//! Beside four pools, one connection listens for hints: with the defaults a node uses up to ten
 //! connections. None of them is the application's.
 
 use std::fmt;
