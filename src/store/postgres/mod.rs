@@ -15,6 +15,7 @@ use sqlx::{Connection as _, PgConnection, PgPool, Postgres, Transaction};
 use tokio::task::AbortHandle;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::locks;
 use super::names::Names;
 use super::plan::Plan;
 use super::wake::Wake;
@@ -130,7 +131,7 @@ impl PostgresStore {
     }
 
     async fn write(&self, connection: &mut PgConnection, plan: Plan) -> Result<Enqueued, Fault> {
-        let plan = enqueue::enqueue(connection, &self.names, self.lock_space, plan).await?;
+        let plan = enqueue::enqueue(connection, &self.names, plan).await?;
         let queues = plan.queues.clone();
         Ok(Enqueued::new(plan.placed(), queues, self.wakes()))
     }
@@ -173,7 +174,8 @@ impl Store for PostgresStore {
         self.bounded("enqueue", async move {
             let plan = self.known.plan(&batch)?;
             let mut connection = Guarded::from(&self.pools.work).await?;
-            let mut transaction = connection.begin().await?;
+            let begin = enqueue::begin_locked(self.lock_space, &plan);
+            let mut transaction = connection.begin_with(begin).await?;
             let enqueued = self.write(&mut transaction, plan).await?;
             transaction.commit().await?;
             connection.done();
@@ -460,6 +462,7 @@ impl TransactionalStore for PostgresStore {
         self.bounded("enqueue_in", async move {
             let plan = self.known.plan(&batch)?;
             enqueue::check_isolation(connection).await?;
+            enqueue::lock(connection, self.lock_space, &locks::of_plan(&plan)).await?;
             self.write(connection, plan).await
         })
     }
