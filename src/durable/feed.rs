@@ -21,8 +21,9 @@ use laneway_actors::OrderingKey;
 
 use crate::store::{Sequence, Stored, Window};
 
-/// Messages in memory for each credit.
-const READ_AHEAD: usize = 2;
+/// Messages in memory for each credit. A read costs the database a walk over what it passes, so fewer and larger
+/// ones are cheaper; but bodies are as large as the application makes them.
+const READ_AHEAD: usize = 6;
 /// The least that is read at once.
 const LEAST_READ: usize = 16;
 

@@ -160,10 +160,11 @@ pub struct DeadMessage {
 }
 
 impl Settled {
-    pub(crate) fn of(settled: usize, settlements: &[Settlement]) -> Self {
+    /// So many of so many.
+    pub(crate) fn of(settled: usize, count: usize) -> Self {
         Self {
             settled,
-            missing: settlements.len().saturating_sub(settled),
+            missing: count.saturating_sub(settled),
         }
     }
 

@@ -79,7 +79,7 @@ impl PostgresConfig {
     }
 
     /// Most connections for enqueuing and for the transactions of handlers, of which each running one needs
-    /// its own. Leases, claims and heartbeats have five others. Defaults to 4.
+    /// its own. Leases, claims and heartbeats have six others. Defaults to 4.
     pub fn work_connections(mut self, connections: std::num::NonZeroU32) -> Self {
         self.work_connections = connections.get();
         self

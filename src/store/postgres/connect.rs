@@ -17,6 +17,10 @@ use crate::store::{Durability, StoreError};
 /// `WITH … AS MATERIALIZED` and identity columns need 12; older versions get no fixes any more either way.
 const OLDEST: i32 = 120_000;
 
+/// A connection that was not used for so long is asked whether it still lives before it is. At work that would be a round
+/// trip for each statement, and one that has died since fails like one that dies now.
+const ASK_AFTER: Duration = Duration::from_secs(1);
+
 /// The pools of one store.
 #[derive(Debug, Clone)]
 pub(super) struct Pools {
@@ -39,12 +43,21 @@ impl Pools {
                 .min_connections(0)
                 .max_connections(most)
                 .acquire_timeout(config.timeout)
+                .test_before_acquire(false)
+                .before_acquire(|connection, about| {
+                    Box::pin(async move {
+                        if about.idle_for >= ASK_AFTER {
+                            connection.ping().await?;
+                        }
+                        Ok(true)
+                    })
+                })
                 .connect_with(bounded.clone())
         };
         Ok(Self {
             heartbeats: pool(1).await?,
             leases: pool(1).await?,
-            claims: pool(2).await?,
+            claims: pool(3).await?,
             // Handlers decide themselves how long their statements take.
             work: given_up(config)
                 .max_connections(config.work_connections)

@@ -72,6 +72,12 @@ pub(super) async fn check_isolation(connection: &mut PgConnection) -> Result<(),
     .into())
 }
 
+/// The number of a lock, of any queue.
+fn slot(lock: &Lock) -> i32 {
+    let first_of_queue = lock.queue.wrapping_mul(SLOTS as i32 + 1);
+    first_of_queue.wrapping_add(lock.slot as i32)
+}
+
 /// Takes the locks, in their order, until the end of the transaction.
 pub(super) async fn lock(
     connection: &mut PgConnection,
@@ -81,15 +87,7 @@ pub(super) async fn lock(
     if locks.is_empty() {
         return Ok(());
     }
-    let per_queue = SLOTS as i32 + 1;
-    let slots: Vec<i32> = locks
-        .iter()
-        .map(|lock| {
-            lock.queue
-                .wrapping_mul(per_queue)
-                .wrapping_add(lock.slot as i32)
-        })
-        .collect();
+    let slots: Vec<i32> = locks.iter().map(slot).collect();
     let shared: Vec<bool> = locks.iter().map(|lock| lock.shared).collect();
     sqlx::query(LOCK)
         .bind(lock_space)
@@ -100,14 +98,26 @@ pub(super) async fn lock(
     Ok(())
 }
 
-/// Stores what was planned, in the transaction of the connection.
+/// Begins a transaction that has the locks of a plan, in their order. All of it is one round trip, which it can be
+/// where nothing but numbers is to be said; each statement takes its snapshot when it is its turn.
+pub(super) fn begin_locked(lock_space: i32, plan: &Plan) -> String {
+    let mut text = "BEGIN".to_owned();
+    for lock in &locks::of_plan(plan) {
+        let shared = if lock.shared { "_shared" } else { "" };
+        let slot = slot(lock);
+        text.push_str(&format!(
+            "; SELECT pg_advisory_xact_lock{shared}('{lock_space}', '{slot}')"
+        ));
+    }
+    text
+}
+
+/// Stores what was planned, in the transaction of the connection, which has the plan's locks.
 pub(super) async fn enqueue(
     connection: &mut PgConnection,
     names: &Names,
-    lock_space: i32,
     mut plan: Plan,
 ) -> Result<Plan, Fault> {
-    lock(connection, lock_space, &locks::of_plan(&plan)).await?;
     let rows = std::mem::take(&mut plan.rows);
     let mut inserted = insert(connection, names, &rows).await?;
 

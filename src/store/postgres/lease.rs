@@ -186,6 +186,19 @@ pub(super) async fn fence(
     Err(lease.lost().into())
 }
 
+/// What a statement on messages begins with that is fenced by itself. Its parameters are the queue `$1`, the shard `$2`,
+/// the epoch `$5` and the owner `$6`.
+pub(super) const FENCE: &str =
+    "fence AS MATERIALIZED (SELECT 1 FROM {lease} AND epoch = $5 AND owner = $6 FOR KEY SHARE),";
+
+/// The row of a lease, but for its epoch and owner.
+pub(super) fn row_of(lease: &Lease) -> &'static str {
+    match lease.scope {
+        Scope::Shard(_) => "{t}leases WHERE queue = $1 AND shard = $2",
+        Scope::Shared => "{t}nodes WHERE queue = $1 AND $2 = 0 AND NOT dead",
+    }
+}
+
 /// Whether the lease is its owner's, under the given lock.
 pub(super) async fn held(
     connection: &mut PgConnection,
@@ -194,15 +207,9 @@ pub(super) async fn held(
     lease: &Lease,
     lock: &str,
 ) -> Result<bool, Fault> {
-    let text = match lease.scope {
-        Scope::Shard(_) => {
-            "SELECT 1 FROM {t}leases WHERE queue = $1 AND shard = $2 AND epoch = $3 AND owner = $4"
-        }
-        Scope::Shared => {
-            "SELECT 1 FROM {t}nodes WHERE queue = $1 AND $2 = 0 AND epoch = $3 AND owner = $4 AND NOT dead"
-        }
-    };
-    let found: Option<i32> = sqlx::query_scalar(&names.fill(&format!("{text} {lock}")))
+    let row = row_of(lease);
+    let text = format!("SELECT 1 FROM {row} AND epoch = $3 AND owner = $4 {lock}");
+    let found: Option<i32> = sqlx::query_scalar(&names.fill(&text))
         .bind(queue)
         .bind(lease.shard().0 as i32)
         .bind(lease.epoch.0)

@@ -1,6 +1,6 @@
 //! The store in PostgreSQL, version 12 or later.
 //!
-//! Beside four pools, one connection listens for hints: with the defaults a node uses up to nine
+//! Beside four pools, one connection listens for hints: with the defaults a node uses up to ten
 //! connections. None of them is the application's.
 
 use std::fmt;
@@ -15,6 +15,7 @@ use sqlx::{Connection as _, PgConnection, PgPool, Postgres, Transaction};
 use tokio::task::AbortHandle;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::locks;
 use super::names::Names;
 use super::plan::Plan;
 use super::wake::Wake;
@@ -130,7 +131,7 @@ impl PostgresStore {
     }
 
     async fn write(&self, connection: &mut PgConnection, plan: Plan) -> Result<Enqueued, Fault> {
-        let plan = enqueue::enqueue(connection, &self.names, self.lock_space, plan).await?;
+        let plan = enqueue::enqueue(connection, &self.names, plan).await?;
         let queues = plan.queues.clone();
         Ok(Enqueued::new(plan.placed(), queues, self.wakes()))
     }
@@ -191,7 +192,8 @@ impl Store for PostgresStore {
         self.bounded("enqueue", async move {
             let plan = self.known.plan(&batch)?;
             let mut connection = Guarded::from(&self.pools.work).await?;
-            let mut transaction = connection.begin().await?;
+            let begin = enqueue::begin_locked(self.lock_space, &plan);
+            let mut transaction = connection.begin_with(begin).await?;
             let enqueued = self.write(&mut transaction, plan).await?;
             transaction.commit().await?;
             connection.done();
@@ -347,11 +349,7 @@ impl Store for PostgresStore {
         self.bounded("start", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            // Within the statement that begins, since it would cost a round trip of its own.
-            let begin = "BEGIN; SET LOCAL synchronous_commit = off";
-            let mut transaction = connection.begin_with(begin).await?;
-            settle::start(&mut transaction, &self.names, number, lease, starts).await?;
-            transaction.commit().await?;
+            settle::start(&mut connection, &self.names, number, lease, starts).await?;
             connection.done();
             Ok(())
         })
@@ -365,10 +363,8 @@ impl Store for PostgresStore {
         self.bounded("settle", async move {
             let number = self.known.number(&lease.queue)?;
             let mut connection = Guarded::from(&self.pools.claims).await?;
-            let mut transaction = connection.begin().await?;
             let settled =
-                settle::settle(&mut transaction, &self.names, number, lease, settlements).await?;
-            transaction.commit().await?;
+                settle::settle(&mut connection, &self.names, number, lease, settlements).await?;
             connection.done();
             Ok(settled)
         })
@@ -483,6 +479,7 @@ impl TransactionalStore for PostgresStore {
         self.bounded("enqueue_in", async move {
             let plan = self.known.plan(&batch)?;
             enqueue::check_isolation(connection).await?;
+            enqueue::lock(connection, self.lock_space, &locks::of_plan(&plan)).await?;
             self.write(connection, plan).await
         })
     }
@@ -497,7 +494,7 @@ impl TransactionalStore for PostgresStore {
         self.bounded("settle_in", async move {
             let number = self.known.number(&lease.queue)?;
             let settled =
-                settle::settle(connection, &self.names, number, lease, settlements).await?;
+                settle::settle_in(connection, &self.names, number, lease, settlements).await?;
             Ok(settled.complete(&lease.queue)?)
         })
     }

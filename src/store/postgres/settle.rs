@@ -1,9 +1,9 @@
 //! Starts and ends. Each is one statement for all messages of a kind, behind the fence of the lease.
 
-use sqlx::{PgConnection, Row as _};
+use sqlx::{Connection as _, PgConnection, Row as _};
 
 use super::fault::Fault;
-use super::lease::{fence, millis};
+use super::lease::{self, fence, millis};
 use crate::store::columns::write_detail;
 use crate::store::names::Names;
 use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement, Start};
@@ -11,10 +11,19 @@ use crate::store::{Endings, Lease, Scope, Sequence, Settled, Settlement, Start};
 /// A claim in an unordered queue must be the lease's own; a shard's rows have none.
 const OWN: &str = "m.queue = $1 AND m.shard = $2 AND m.claim IS NOT DISTINCT FROM $3";
 
-const START: &str = "UPDATE {t}messages AS m SET attempts = GREATEST(m.attempts, s.attempt) \
-     FROM unnest($4::int8[], $5::int4[]) AS s(sequence, attempt) WHERE {own} AND m.sequence = s.sequence";
+/// The same of a statement that carries the [fence](lease::FENCE) itself. PostgreSQL asks for the lease before it
+/// looks for a row, since the question is the same for all of them.
+const OWN_FENCED: &str = "m.queue = $1 AND m.shard = $2 AND m.claim IS NOT DISTINCT FROM $3 \
+     AND EXISTS (SELECT 1 FROM fence)";
 
-const REMOVE: &str = "WITH gone AS (DELETE FROM {t}messages AS m WHERE {own} AND m.sequence = ANY($4) \
+/// Its commit does not wait for the disk: all that a crash of the server can take with it is a count.
+const START: &str = "WITH {fence} soft AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
+     UPDATE {t}messages AS m SET attempts = GREATEST(m.attempts, s.attempt) \
+     FROM unnest($4::int8[], $7::int4[]) AS s(sequence, attempt) \
+     WHERE {own} AND m.sequence = s.sequence AND EXISTS (SELECT 1 FROM soft)";
+
+const REMOVE: &str = "WITH {fence} \
+     gone AS (DELETE FROM {t}messages AS m WHERE {own} AND m.sequence = ANY($4) \
      RETURNING m.queue, m.id, m.digest) \
      INSERT INTO {t}ended (queue, id, digest, ended_at) SELECT queue, id, digest, now() FROM gone \
      ON CONFLICT (queue, id) DO UPDATE SET digest = excluded.digest, ended_at = excluded.ended_at";
@@ -47,10 +56,15 @@ fn claim(lease: &Lease) -> Option<i64> {
 }
 
 fn text(names: &Names, text: &str) -> String {
-    names.fill(&text.replace("{own}", OWN))
+    names.fill(&text.replace("{fence}", "").replace("{own}", OWN))
 }
 
-/// In the transaction of the connection.
+fn fenced(names: &Names, text: &str, lease: &Lease) -> String {
+    let fence = lease::FENCE.replace("{lease}", lease::row_of(lease));
+    names.fill(&text.replace("{fence}", &fence).replace("{own}", OWN_FENCED))
+}
+
+/// One statement is its own transaction: a round trip instead of four.
 pub(super) async fn start(
     connection: &mut PgConnection,
     names: &Names,
@@ -58,21 +72,45 @@ pub(super) async fn start(
     lease: &Lease,
     starts: &[Start],
 ) -> Result<(), Fault> {
-    fence(connection, names, queue, lease).await?;
     let sequences = starts.iter().map(|start| start.sequence.0);
     let attempts = starts.iter().map(|start| start.attempt as i32);
-    sqlx::query(&text(names, START))
+    let started = sqlx::query(&fenced(names, START, lease))
         .bind(queue)
         .bind(lease.shard().0 as i32)
         .bind(claim(lease))
         .bind(sequences.collect::<Vec<_>>())
+        .bind(lease.epoch.0)
+        .bind(lease.owner.to_string())
         .bind(attempts.collect::<Vec<_>>())
-        .execute(connection)
+        .execute(&mut *connection)
         .await?;
+    if started.rows_affected() == 0 && !lease::held(connection, names, queue, lease, "").await? {
+        return Err(lease.lost().into());
+    }
     Ok(())
 }
 
-/// In the transaction of the connection.
+/// Runs a fenced statement on these messages; returns how many rows it found. None may mean that the lease is lost.
+async fn on_own(
+    connection: &mut PgConnection,
+    text: &str,
+    queue: i32,
+    lease: &Lease,
+    sequences: Vec<i64>,
+) -> Result<u64, sqlx::Error> {
+    let done = sqlx::query(text)
+        .bind(queue)
+        .bind(lease.shard().0 as i32)
+        .bind(claim(lease))
+        .bind(sequences)
+        .bind(lease.epoch.0)
+        .bind(lease.owner.to_string())
+        .execute(connection)
+        .await?;
+    Ok(done.rows_affected())
+}
+
+/// In a transaction of its own: a single statement where nothing but removing is to be done.
 pub(super) async fn settle(
     connection: &mut PgConnection,
     names: &Names,
@@ -80,10 +118,48 @@ pub(super) async fn settle(
     lease: &Lease,
     settlements: &[Settlement],
 ) -> Result<Settled, Fault> {
+    let endings = Endings::of(settlements);
+    if endings.kept.is_empty() && endings.dead.is_empty() {
+        return remove(connection, names, queue, lease, endings.removed).await;
+    }
+    let mut transaction = connection.begin().await?;
+    let settled = settle_in(&mut transaction, names, queue, lease, settlements).await?;
+    transaction.commit().await?;
+    Ok(settled)
+}
+
+/// In the transaction of the connection.
+pub(super) async fn settle_in(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    settlements: &[Settlement],
+) -> Result<Settled, Fault> {
+    let endings = Endings::of(settlements);
+    if endings.kept.is_empty() && endings.dead.is_empty() {
+        return remove(connection, names, queue, lease, endings.removed).await;
+    }
     fence(connection, names, queue, lease).await?;
     let rows = (queue, lease.shard().0 as i32, claim(lease));
-    let settled = end(connection, names, rows, Endings::of(settlements)).await?;
-    Ok(Settled::of(settled, settlements))
+    let settled = end(connection, names, rows, endings).await?;
+    Ok(Settled::of(settled, settlements.len()))
+}
+
+async fn remove(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    sequences: Vec<i64>,
+) -> Result<Settled, Fault> {
+    let count = sequences.len();
+    let text = fenced(names, REMOVE, lease);
+    let removed = on_own(connection, &text, queue, lease, sequences).await?;
+    if removed == 0 && !lease::held(connection, names, queue, lease, "").await? {
+        return Err(lease.lost().into());
+    }
+    Ok(Settled::of(removed as usize, count))
 }
 
 /// Ends messages of a queue's shard that have this claim; returns how many. The caller has made sure that it may.

@@ -76,7 +76,7 @@ pub(super) async fn settle(
     fence(connection, names, queue, lease).await?;
     let rows = (queue, lease.shard().0, claim(lease));
     let settled = end(connection, names, rows, Endings::of(settlements)).await?;
-    Ok(Settled::of(settled, settlements))
+    Ok(Settled::of(settled, settlements.len()))
 }
 
 /// Ends messages of a queue's shard that have this claim; returns how many. The caller has made sure that it may.
