@@ -400,13 +400,6 @@ count_costs() {
     cargo bench --locked --quiet --package laneway --bench path_cost
 }
 
-# With --test, cargo does not build the example that the test runs.
-test_crashes() {
-    local features=(--no-default-features --features sqlite,postgres)
-    cargo build --locked --package laneway "${features[@]}" --example modular_monolith &&
-        cargo test --locked --package laneway "${features[@]}" --test crash_loop
-}
-
 die_unlisted() {
     say "$1 is in no line of the list of examples in tests/run.sh"
     return 1
@@ -429,10 +422,9 @@ for store in sqlite postgres; do
 done
 step 'documentation' \
     env RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps
-step 'tests' cargo test --locked --workspace --no-fail-fast
-step 'tests of the stores' cargo test --locked --package laneway --no-fail-fast \
-    --no-default-features --features sqlite,postgres --lib --test store_sqlite --test store_postgres
-step 'tests of crashes' test_crashes
+# With the stores, for the durable queues; the examples that tests run are built with them.
+step 'tests' cargo test --locked --workspace --features laneway/sqlite,laneway/postgres \
+    --no-fail-fast
 step 'examples build' cargo build --locked --release --package laneway --features sqlite,postgres \
     --examples
 run_examples
