@@ -325,9 +325,8 @@ async fn a_message_that_kills_its_process_becomes_a_dead_letter_and_the_queue_go
     database: Database,
 ) {
     const KILLS: u64 = 7;
-    let backlog: Vec<_> = (1..=20)
-        .flat_map(|number| [(1, number), (2, number + 100)])
-        .collect();
+    // Of one key: what runs beside it when it kills is counted as well, which is a limit that the guide tells.
+    let backlog: Vec<_> = (1..=20).map(|number| (1, number)).collect();
     let mut lives = Lives::after(database, &backlog).await;
     let mut life = lives.life("one");
     life.kills = Some(KILLS);
