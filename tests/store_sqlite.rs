@@ -160,7 +160,10 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
         let minute = Duration::from_secs(60);
         let lease = store.take("q", Shard(0), MemberId::unique(), minute).await;
         let lease = lease.expect("answers").expect("it is free");
-        for polls in 0.. {
+        // How many polls a start takes is up to the threads; so until several were cut short, and one was not.
+        let (mut cut_short, mut whole) = (0, 0);
+        for round in 0.. {
+            let polls = 1 + round % 12;
             let message = NewMessage {
                 queue: "q".into(),
                 key: None,
@@ -198,9 +201,14 @@ async fn a_start_does_not_wait_for_the_disk_and_everything_else_does() {
             };
             let settled = store.settle(&lease, &[handled]).await;
             assert_eq!(settled.expect("settles").settled, 1);
-            if let Some(started) = started {
-                started.expect("starts");
-                assert!(polls > 3, "a start was never cut short: {polls}");
+            match started {
+                Some(started) => {
+                    started.expect("starts");
+                    whole += 1;
+                }
+                None => cut_short += 1,
+            }
+            if cut_short >= 8 && whole >= 1 {
                 break;
             }
         }
