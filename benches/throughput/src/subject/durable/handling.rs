@@ -16,6 +16,7 @@ const FILL: usize = 1_000;
 /// Producers of the mixed work; each has keys of its own.
 const PRODUCERS: u32 = 8;
 /// Handlers at once where nothing is measured.
+#[cfg(feature = "peers")]
 const READERS: u32 = 64;
 
 /// A queue that runs handlers.
@@ -55,6 +56,7 @@ pub(super) async fn any(
 }
 
 /// Takes everything out, for queues that hand nothing out but to handlers.
+#[cfg(feature = "peers")]
 pub(super) async fn read_back(queue: &impl Handle, record: &Arc<Record>) -> Result<(), Error> {
     handle(queue, READERS, record).await
 }
