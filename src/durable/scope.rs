@@ -165,7 +165,7 @@ impl<DB: Database> TransactionScope<DB> {
                 Some(enqueued.map_err(rolled_back)?)
             }
         };
-        // As one would on another thread: dropping this future must not drop a commit half-way.
+        // One that is not answered in time is dropped with its connection. Whether it took place is found out.
         let committing = tokio::time::timeout(COMMIT, transaction.commit()).await;
         if let Some(why) = match committing {
             Ok(Ok(())) => None,

@@ -171,6 +171,7 @@ where
             .build()?
             .start()
             .await?;
+        owned(&bus).await?;
         // Messages that are inserted from now on are published.
         let _ = self.bus.set(bus.clone());
         Ok(bus)
@@ -182,5 +183,18 @@ where
             true => Ok(()),
             false => Err("the bus did not drain".into()),
         }
+    }
+}
+
+/// Waits until every shard has its owner, which is this process: nodes wait for one another before they take what others
+/// may have. The store tells nobody.
+async fn owned(bus: &Bus) -> Result<(), Error> {
+    let store = bus.store().ok_or("the bus has no store")?;
+    loop {
+        let owners = store.owners(Message::TYPE).await?;
+        if owners.iter().all(|owner| owner.fresh) {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
