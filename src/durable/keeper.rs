@@ -38,8 +38,12 @@ impl Keeper {
         self.lock().push(Held { lease, link });
     }
 
-    pub(super) fn let_go(&self, lease: &Lease) {
-        self.lock().retain(|held| held.lease != *lease);
+    /// Whether it was kept until now.
+    pub(super) fn let_go(&self, lease: &Lease) -> bool {
+        let mut held = self.lock();
+        let before = held.len();
+        held.retain(|held| held.lease != *lease);
+        held.len() < before
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Held>> {
@@ -67,11 +71,15 @@ impl Keeper {
                         info!(target: "laneway", store = store.name(), after = ?since.elapsed(), "leases are renewed again");
                     }
                     for (lease, link) in leases.iter().zip(links) {
-                        if lost.contains(lease) {
+                        if !lost.contains(lease) {
+                            link.state.prove(asked);
+                            continue;
+                        }
+                        // Given back meanwhile, it is lost to nobody. (And let go here, not by its session alone: one
+                        // that is no more would be found lost again and again.)
+                        if self.let_go(lease) {
                             warn!(target: "laneway", queue = %lease.queue, scope = ?lease.scope, "a lease was lost to another node");
                             link.lose();
-                        } else {
-                            link.state.prove(asked);
                         }
                     }
                 }

@@ -10,7 +10,7 @@ use laneway_actors::port::{
     SourceError,
 };
 use laneway_actors::{Delivery, FailureKind, SessionState};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::engine::{Engine, Slot};
@@ -125,6 +125,15 @@ impl port::Session for Control {
             // An error means that it has ended already.
             let _ = link.ask(Order::Close).await;
         })
+    }
+}
+
+/// A session that nobody can close any more closes itself: what it has claimed would be nobody's, under a lease that is
+/// renewed. After what was acknowledged before, since orders keep their order.
+impl Drop for Control {
+    fn drop(&mut self) {
+        let (done, _) = oneshot::channel();
+        self.0.tell(Order::Close(done));
     }
 }
 

@@ -69,7 +69,8 @@ pub(super) struct Session {
     to_start: Vec<(Start, oneshot::Sender<()>)>,
     /// When what is kept for later comes again.
     due: BTreeSet<Instant>,
-    closing: Option<oneshot::Sender<()>>,
+    /// Whom to tell that it is closed; none as long as it is not to be.
+    closing: Vec<oneshot::Sender<()>>,
 }
 
 /// One step of a settling.
@@ -117,7 +118,7 @@ impl Session {
             to_settle: Vec::new(),
             to_start: Vec::new(),
             due: BTreeSet::new(),
-            closing: None,
+            closing: Vec::new(),
         }
     }
 
@@ -140,7 +141,7 @@ impl Session {
                     warn!(target: "laneway", queue = %self.queue.name, %error, "a lease could not be given back; it expires");
                 }
                 self.link.state.end();
-                if let Some(done) = self.closing {
+                for done in self.closing {
                     let _ = done.send(());
                 }
             }
@@ -175,17 +176,13 @@ impl Session {
             if starting.is_none() && !self.to_start.is_empty() {
                 starting = Some(self.start(&lease));
             }
-            if self.closing.is_some() && settling.is_none() && self.to_settle.is_empty() {
+            if !self.closing.is_empty() && settling.is_none() && self.to_settle.is_empty() {
                 return End::Closed;
             }
             self.hand_out();
             let next_due = self.due.first().copied();
             tokio::select! {
-                order = self.orders.recv() => match order {
-                    Some(order) => self.take_orders(order),
-                    // Nobody speaks to this session any more.
-                    None => return End::Closed,
-                },
+                Some(order) = self.orders.recv() => self.take_orders(order),
                 found = under_way(&mut reading) => {
                     reading = None;
                     match found {
@@ -273,17 +270,16 @@ impl Session {
             loop {
                 tokio::select! {
                     () = &mut again => break,
-                    order = self.orders.recv() => match order {
-                        Some(Order::Close(done)) => {
-                            self.closing = Some(done);
+                    Some(order) = self.orders.recv() => match order {
+                        Order::Close(done) => {
+                            self.closing.push(done);
                             return Err(End::Closed);
                         }
                         // Nothing was delivered, so there is nothing to settle.
-                        Some(Order::Barrier(done)) => {
+                        Order::Barrier(done) => {
                             let _ = done.send(());
                         }
-                        Some(_) => {}
-                        None => return Err(End::Closed),
+                        _ => {}
                     }
                 }
             }
@@ -291,7 +287,7 @@ impl Session {
     }
 
     fn next_read(&mut self, lease: &Lease, place: Place) -> Option<Work<Found>> {
-        if self.closing.is_some() {
+        if !self.closing.is_empty() {
             return None;
         }
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
@@ -309,7 +305,7 @@ impl Session {
 
     /// Hands out what may run.
     fn hand_out(&mut self) {
-        if self.closing.is_some() {
+        if !self.closing.is_empty() {
             return;
         }
         let mut batch = Vec::new();
@@ -415,7 +411,7 @@ impl Session {
                 settlement: None,
                 then: Then::Barrier(done),
             }),
-            Order::Close(done) => self.closing = Some(done),
+            Order::Close(done) => self.closing.push(done),
         }
     }
 

@@ -4,7 +4,7 @@
 //!
 //! **Held keys** are filtered before the limit, in the walk along the index, so that they cannot fill a window.
 //! The walk passes over their rows, though: a read costs as many index steps as rows of held keys lie before
-//! what it returns: 50 to 130 milliseconds for 100,000 rows on two busy cores. The cost is one of the read and not of
+//! what it returns: 50 to 215 milliseconds for 100,000 rows on two busy cores. The cost is one of the read and not of
 //! the message, so a reader behind such a backlog should read in large windows. What else was tried is told in the
 //! module of the same name for PostgreSQL; the key's hash in the index in order takes half the time here too.
 
