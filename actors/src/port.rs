@@ -61,6 +61,13 @@ pub trait Session: Send + Sync + 'static {
     /// does nothing: a delivery of an ended session cannot be settled.
     fn acknowledge(&self, acks: &[Ack]);
 
+    /// Whether one acknowledgement with `multiple` costs much less than many single ones. If so, those of
+    /// messages that ended before an earlier one are kept back for a moment (10 ms at most, and half of the
+    /// session's credits at most), so that the earlier one's covers them. False unless a source says otherwise.
+    fn gathers_acknowledgements(&self) -> bool {
+        false
+    }
+
     /// Resolves when the source has *processed* every acknowledgement queued before the call.
     ///
     /// # Errors

@@ -148,6 +148,8 @@ pub struct EndpointSupervisor {
     /// Attempts of keyless messages whose session has ended.
     earlier_attempts: HashMap<Identity, u32>,
     flush_scheduled: bool,
+    /// A timer looks after acknowledgements that are kept back.
+    look_scheduled: bool,
     any_paused: bool,
     /// No session is open, or opened, before.
     paused_until: Option<Instant>,
@@ -211,15 +213,18 @@ impl EndpointSupervisor {
         }
     }
 
-    fn flush(&mut self) {
+    fn flush(&mut self, ctx: &mut Context<Self>) {
         self.flush_scheduled = false;
-        for live in self.shards.iter_mut().flat_map(|shard| &mut shard.live) {
-            if live.book.has_ended() {
-                let mut acks = Vec::new();
-                live.book.acknowledge(&mut acks);
-                live.control.acknowledge(&acks);
-                live.useful = true;
-            }
+        let now = Instant::now();
+        let shards = self.shards.iter_mut();
+        let until = shards.filter_map(|shard| shard.acknowledge(now)).min();
+        if let Some(until) = until.filter(|_| !self.look_scheduled) {
+            // One timer at a time: what is kept back after it was set waits for the next one, or for what ends.
+            self.look_scheduled = true;
+            ctx.run_later(until.saturating_duration_since(now), |this, ctx| {
+                this.look_scheduled = false;
+                this.flush(ctx);
+            });
         }
     }
 
@@ -337,6 +342,7 @@ impl Supervised for EndpointSupervisor {
         self.loads.fill(0);
         self.by_lane.iter_mut().for_each(Vec::clear);
         self.flush_scheduled = false;
+        self.look_scheduled = false;
     }
 }
 
@@ -462,8 +468,8 @@ impl Handler<Rebalance> for EndpointSupervisor {
 impl Handler<Flush> for EndpointSupervisor {
     type Result = ();
 
-    fn handle(&mut self, _: Flush, _: &mut Context<Self>) {
-        self.flush();
+    fn handle(&mut self, _: Flush, ctx: &mut Context<Self>) {
+        self.flush(ctx);
     }
 }
 
@@ -484,8 +490,9 @@ impl Handler<SettleWithBarrier> for EndpointSupervisor {
         if !self.mark_ended(&settle.delivery) {
             return Box::pin(async { false });
         }
-        self.flush();
-        match &self.shards[settle.delivery.session().shard()].live {
+        let shard = &mut self.shards[settle.delivery.session().shard()];
+        shard.acknowledge_all();
+        match &shard.live {
             Some(live) => {
                 let barrier = live.control.barrier();
                 let myself = ctx.address();

@@ -16,7 +16,7 @@ use crate::balance::{EXPIRY, Subscriptions};
 use crate::lane::ToLane;
 use crate::observe::{EndpointState, EventKind, ShardSnapshot};
 use crate::policy::Backoff;
-use crate::port::{OpenSession, Session, Source, SourceError};
+use crate::port::{Ack, OpenSession, Session, Source, SourceError};
 use crate::session::{SessionId, SessionState};
 use crate::settlement::{AckBook, Finished};
 
@@ -47,7 +47,16 @@ pub(super) struct Live {
     pub(super) book: AckBook,
     opened: Instant,
     /// Something was acknowledged on it.
-    pub(super) useful: bool,
+    useful: bool,
+}
+
+impl Live {
+    fn send(&mut self, acks: &[Ack]) {
+        if !acks.is_empty() {
+            self.control.acknowledge(acks);
+            self.useful = true;
+        }
+    }
 }
 
 /// One source, and what its sessions leave to one another.
@@ -108,6 +117,24 @@ impl Shard {
 
     pub(super) fn in_flight(&self) -> usize {
         self.live.as_ref().map_or(0, |live| live.book.unsettled())
+    }
+
+    /// Acknowledges what is due; returns until when the rest is kept back, if something is.
+    pub(super) fn acknowledge(&mut self, now: Instant) -> Option<Instant> {
+        let live = self.live.as_mut().filter(|live| live.book.has_ended())?;
+        let mut acks = Vec::new();
+        let until = live.book.acknowledge(now, &mut acks);
+        live.send(&acks);
+        until
+    }
+
+    /// Acknowledges everything that has ended: a barrier follows.
+    pub(super) fn acknowledge_all(&mut self) {
+        if let Some(live) = self.live.as_mut().filter(|live| live.book.has_ended()) {
+            let mut acks = Vec::new();
+            live.book.acknowledge_all(Instant::now(), &mut acks);
+            live.send(&acks);
+        }
     }
 
     pub(super) fn snapshot(&self) -> ShardSnapshot {
@@ -199,13 +226,14 @@ impl EndpointSupervisor {
             }
             Ok(open) => {
                 let session = state.id();
+                let gather = open.control.gathers_acknowledgements();
                 shard.opening = false;
                 shard.disconnected = false;
                 shard.last_session = session;
                 shard.live = Some(Live {
                     state,
                     control: open.control,
-                    book: AckBook::default(),
+                    book: AckBook::new(shard.credits, gather),
                     opened: Instant::now(),
                     useful: false,
                 });
@@ -534,7 +562,7 @@ impl EndpointSupervisor {
             }
             _ => return,
         };
-        self.flush();
+        self.shards[number].acknowledge_all();
         let live = self.shards[number].live.take();
         let mut given_back = 0;
         if let Some(live) = &live {

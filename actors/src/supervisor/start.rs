@@ -102,6 +102,7 @@ impl EndpointSupervisor {
             by_lane: vec![Vec::new(); lane_count],
             earlier_attempts: HashMap::new(),
             flush_scheduled: false,
+            look_scheduled: false,
             any_paused: false,
             paused_until: None,
             dead_lanes: Vec::new(),

@@ -164,6 +164,11 @@ impl Session for MemorySession {
         }
     }
 
+    /// As with RabbitMQ, though here it saves little.
+    fn gathers_acknowledgements(&self) -> bool {
+        true
+    }
+
     fn barrier(&self) -> BoxFuture<'static, Result<(), SessionLost>> {
         let life = Arc::clone(&self.life);
         async move {

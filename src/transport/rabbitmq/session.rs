@@ -463,6 +463,11 @@ impl Session for ChannelSession {
         }
     }
 
+    /// Each single one is a frame to write, and as much work for the queue as one with `multiple` (FACTS 6, 41).
+    fn gathers_acknowledgements(&self) -> bool {
+        true
+    }
+
     fn barrier(&self) -> BoxFuture<'static, Result<(), SessionLost>> {
         let shared = &self.0.0;
         if shared.state.has_ended() {
