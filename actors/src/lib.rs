@@ -59,16 +59,16 @@
 //! # Invariants, and the file that owns each
 //! 1. At most one running attempt per key in a process. No attempt starts before the previous attempt's
 //!    future has returned or was dropped; one that does neither leaves the key stuck.
-//!    *(`lane/machine.rs`)*
+//!    *(`lane/machine.rs`, `lane/machine/attempts.rs`)*
 //! 2. Within a session, a key's messages start in the order of arrival. *(`lane/machine.rs`)*
 //! 3. A key that waits delays no other key; a key that runs takes one permit and nothing else.
 //!    *(`lane/machine.rs`, `permits.rs`)*
 //! 4. A retry happens in place, the head unsettled. A head is never requeued to be retried. *(`policy.rs`,
-//!    `lane/machine.rs`)*
+//!    `lane/machine/attempts.rs`)*
 //! 5. A delivery is settled at most once, in its own session, by the supervisor alone.
 //!    *(`settlement.rs`, `supervisor.rs`)*
 //! 6. After a head that ended without effect its key is released only when parking has durably confirmed
-//!    it **and** the source has processed its acknowledgement. *(`poison.rs`)*
+//!    it **and** the source has processed its acknowledgement. *(`poison.rs`, `lane/machine/poison.rs`)*
 //! 7. Unsettled deliveries never exceed the credits; memory does not grow with the number of keys.
 //!    *(`supervisor.rs`)*
 //! 8. From the moment a lost session is seen, nothing of it is started or settled. *(`session.rs`,
