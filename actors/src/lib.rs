@@ -74,7 +74,7 @@
 //! 8. From the moment a lost session is seen, nothing of it is started or settled. *(`session.rs`,
 //!    `supervisor.rs`)*
 //! 9. A handler may fail, panic, hang or block: its lane neither dies nor goes deaf. *(`lane/mod.rs`,
-//!    `lane/attempt.rs`)*
+//!    `lane/runs.rs`, `lane/attempt.rs`)*
 //! 10. On a drain nothing new starts, running attempts finish until the deadline, acknowledgements are
 //!     known to be processed, then the session is closed, which gives the rest back in order with no
 //!     attempt counted. *(`supervisor.rs`)*
