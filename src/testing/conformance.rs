@@ -101,6 +101,7 @@ macro_rules! conformance_suite {
             competing_sessions_share_the_messages
             unsettled_messages_come_back_in_order_after_close
             unsettled_messages_come_back_in_order_after_a_cut
+            a_dropped_session_gives_its_messages_back_in_order
             messages_that_come_back_precede_newer_ones
             acknowledged_messages_do_not_come_back
             nothing_acknowledged_before_a_barrier_comes_back

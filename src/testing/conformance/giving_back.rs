@@ -4,7 +4,7 @@ use laneway_actors::Delivery;
 use laneway_actors::port::SessionLost;
 
 use super::Adapter;
-use super::stage::{Stage, numbers_of, single};
+use super::stage::{Stage, numbers_of, single, within};
 use crate::topology::QueueSpec;
 
 /// Closing gives everything unsettled back in its original order, marked redelivered.
@@ -43,6 +43,38 @@ pub async fn unsettled_messages_come_back_in_order_after_a_cut(adapter: &dyn Ada
     assert_eq!(numbers_of(&deliveries), (0..20).collect::<Vec<_>>());
     assert!(deliveries.iter().all(Delivery::is_redelivered));
     stage.end(session).await;
+}
+
+/// A session whose stream and control are dropped without a close ends, though deliveries of it are still about: the
+/// next one gets everything that was not acknowledged, in its original order, and what was acknowledged stays so. On a
+/// queue with a single active consumer, where a session that stayed would keep all others out.
+pub async fn a_dropped_session_gives_its_messages_back_in_order(adapter: &dyn Adapter) {
+    let stage = Stage::declare(adapter, QueueSpec::single_active_consumer).await;
+    stage.publish_all(0..12).await;
+    // Dropped before anybody has read from it.
+    let unread = stage.open(8).await.dropped();
+    let mut session = stage.open(8).await;
+    let held = session.take(5).await;
+    session.acknowledge(held[0].tag());
+    session.acknowledge(held[2].tag());
+    session.barrier().await.expect("the session lives");
+    let read = session.dropped();
+
+    let mut next = stage.open(50).await;
+    let rest = next.take(10).await;
+    assert_eq!(numbers_of(&rest), [1, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+    assert!(
+        rest[..3].iter().all(Delivery::is_redelivered),
+        "all that were held are marked"
+    );
+    assert!(
+        !rest[8..].iter().any(Delivery::is_redelivered),
+        "those beyond its credits are not marked"
+    );
+    for dropped in [unread, read] {
+        within("a dropped session to be marked ended", dropped.ended()).await;
+    }
+    stage.end(next).await;
 }
 
 /// What was given back comes before what was published meanwhile.

@@ -285,6 +285,11 @@ impl Reader {
         within("the barrier", self.control.barrier()).await
     }
 
+    /// Drops the session without a close. Its deliveries may be about for longer.
+    pub(super) fn dropped(self) -> Arc<SessionState> {
+        self.state
+    }
+
     pub(super) async fn close(&self) {
         within("the session to close", self.control.close()).await;
     }
