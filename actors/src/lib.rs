@@ -59,25 +59,25 @@
 //! # Invariants, and the file that owns each
 //! 1. At most one running attempt per key in a process. No attempt starts before the previous attempt's
 //!    future has returned or was dropped; one that does neither leaves the key stuck.
-//!    *(`lane/machine.rs`)*
+//!    *(`lane/machine.rs`, `lane/machine/attempts.rs`)*
 //! 2. Within a session, a key's messages start in the order of arrival. *(`lane/machine.rs`)*
 //! 3. A key that waits delays no other key; a key that runs takes one permit and nothing else.
 //!    *(`lane/machine.rs`, `permits.rs`)*
 //! 4. A retry happens in place, the head unsettled. A head is never requeued to be retried. *(`policy.rs`,
-//!    `lane/machine.rs`)*
+//!    `lane/machine/attempts.rs`)*
 //! 5. A delivery is settled at most once, in its own session, by the supervisor alone.
-//!    *(`settlement.rs`, `supervisor.rs`)*
+//!    *(`settlement.rs`, `supervisor/mod.rs`)*
 //! 6. After a head that ended without effect its key is released only when parking has durably confirmed
-//!    it **and** the source has processed its acknowledgement. *(`poison.rs`)*
+//!    it **and** the source has processed its acknowledgement. *(`poison.rs`, `lane/machine/poison.rs`)*
 //! 7. Unsettled deliveries never exceed the credits; memory does not grow with the number of keys.
-//!    *(`supervisor.rs`)*
+//!    *(`supervisor/shard.rs`)*
 //! 8. From the moment a lost session is seen, nothing of it is started or settled. *(`session.rs`,
-//!    `supervisor.rs`)*
+//!    `supervisor/shard.rs`)*
 //! 9. A handler may fail, panic, hang or block: its lane neither dies nor goes deaf. *(`lane/mod.rs`,
-//!    `lane/attempt.rs`)*
+//!    `lane/runs.rs`, `lane/attempt.rs`)*
 //! 10. On a drain nothing new starts, running attempts finish until the deadline, acknowledgements are
 //!     known to be processed, then the session is closed, which gives the rest back in order with no
-//!     attempt counted. *(`supervisor.rs`)*
+//!     attempt counted. *(`supervisor/drain.rs`)*
 //! 11. Nothing that Laneway writes (log, event, error, snapshot) contains a key, only its fingerprint.
 //!     A handler's own error text appears only in a parked message, with occurrences of the key replaced.
 //!     *(`key.rs`, `endpoint.rs`)*

@@ -46,7 +46,8 @@ pub trait Source: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<OpenSession, SourceError>>;
 }
 
-/// A session that was opened: what arrives, and how to answer.
+/// A session that was opened: what arrives, and how to answer. When both are dropped without a close it ends by itself,
+/// and gives back what is unsettled as a close does: nobody could settle it any more.
 pub struct OpenSession {
     /// Batches in order of arrival. Ends with one error, or without; both mean the session ended.
     /// A session that the supervisor closed ends without an error.

@@ -265,3 +265,6 @@ impl RunningStore for Running {
 }
 
 const CLOSED: &str = "the store is closed";
+
+#[cfg(all(test, feature = "sqlite", feature = "postgres"))]
+mod tests;

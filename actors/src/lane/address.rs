@@ -7,7 +7,9 @@ use actix::Addr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::mail::Mail;
-use super::{AskLane, Lane, LaneSnapshot, Post, ToLane};
+use super::post::Post;
+use super::snapshot::{AskLane, LaneSnapshot};
+use super::{Lane, ToLane};
 use crate::endpoint::Endpoint;
 use crate::envelope::Delivery;
 use crate::key::{LaneCount, LaneIndex};
@@ -79,7 +81,9 @@ impl LaneLink {
     #[cfg(test)]
     pub(crate) async fn left(&self) -> Vec<String> {
         let addr = self.addr.get().expect("it was started");
-        addr.send(super::AskLeft).await.expect("it is there")
+        addr.send(super::snapshot::AskLeft)
+            .await
+            .expect("it is there")
     }
 
     /// Messages that wait for the carrier, of all lanes of the thread.

@@ -11,7 +11,8 @@ use std::time::Instant;
 use futures::FutureExt;
 use futures::future::{AbortHandle, AbortRegistration, Abortable};
 
-use super::{LaneLink, RunId, ToLane};
+use super::runs::RunId;
+use super::{LaneLink, ToLane};
 use crate::endpoint::{self, Endpoint};
 use crate::envelope::Delivery;
 use crate::handler::{Context, Failure, FailureKind, panic_text};

@@ -14,7 +14,8 @@ use laneway_actors::port::{
     Announcement, Announcer, Joined, MemberId, Membership, Source, SourceError,
 };
 
-use super::{Adapter, Reader, unique_name, within};
+use super::Adapter;
+use super::stage::{Reader, unique_name, within};
 use crate::topology::{QueueSpec, Topology};
 
 /// Makes one `#[tokio::test]` of each case of the

@@ -16,9 +16,13 @@ mod world;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use super::track::{Memory, Next};
 use super::*;
-use crate::envelope::{Envelope, MessageId};
-use crate::policy::{self, Backoff, Plan};
+use crate::envelope::{Envelope, Identity, MessageId};
+use crate::handler::FailureKind;
+use crate::outcome::Outcome;
+use crate::policy::{self, Backoff, Plan, PlanIndex, Verdict};
+use crate::port::Place;
 
 /// A delivery as small as the machine allows.
 #[derive(Debug, Clone, PartialEq)]
