@@ -1,15 +1,19 @@
-//! Which deliveries of a session are unsettled, how to acknowledge, and what was finished when a
-//! session ended. Pure.
+//! Which deliveries of a session are unsettled, and how to acknowledge. Pure.
 //!
 //! Owns the order of acknowledgements. RabbitMQ closes a channel that acknowledges an unknown tag, so
 //! each tag is named at most once, and `multiple` names one that is still outstanding.
 
-use std::collections::{HashMap, VecDeque};
-use std::time::{Duration, Instant};
+mod finished;
+mod gathering;
 
-use crate::envelope::{DeliveryTag, Identity};
-use crate::outcome::Outcome;
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use crate::envelope::DeliveryTag;
 use crate::port::Ack;
+
+pub(crate) use finished::{Ending, Finished};
+use gathering::Gathering;
 
 /// The unsettled deliveries of one session, in order of arrival.
 #[derive(Debug)]
@@ -118,18 +122,22 @@ impl AckBook {
     #[must_use]
     pub(crate) fn acknowledge(&mut self, now: Instant, acks: &mut Vec<Ack>) -> Option<Instant> {
         let covered = self.acknowledge_prefix(acks);
-        let before = self.kept_back.len();
         if let Some(covered) = covered {
+            let before = self.kept_back.len();
             self.kept_back.retain(|&(tag, _)| tag > covered);
+            if let Some(gathering) = &mut self.gathering
+                && self.kept_back.len() < before
+            {
+                gathering.was_worth_while();
+            }
         }
-        let worth_while = self.kept_back.len() < before;
         let ended = self.ended.drain(..);
         let out_of_order = ended.filter(|&tag| covered.is_none_or(|covered| tag > covered));
         self.kept_back.extend(out_of_order.map(|tag| (tag, now)));
         let &(_, oldest) = self.kept_back.front()?;
         let count = self.kept_back.len();
         let gathering = self.gathering.as_mut();
-        let until = gathering.and_then(|it| it.keep_back(count, oldest, worth_while, now));
+        let until = gathering.and_then(|gathering| gathering.keep_back(count, oldest, now));
         if until.is_none() {
             self.acknowledge_singly(acks);
         }
@@ -179,151 +187,12 @@ impl AckBook {
     }
 }
 
-/// Whether what ended out of order waits for its predecessors, to be acknowledged together with them.
-///
-/// Lanes report in batches, so most of what ends out of order is passed by the finished prefix within a
-/// millisecond; acknowledged singly, it was more than half of all frames. What is kept back uses credits, and is
-/// run again by another instance if this process is killed. So it is never more than half of the credits, never
-/// longer than [`LONGEST`](Self::LONGEST), and after it has been in vain (a message in front takes long) not
-/// tried for a while, twice as long each time.
-#[derive(Debug)]
-struct Gathering {
-    most: usize,
-    /// In vain, in a row.
-    failures: u32,
-    /// Nothing is kept back before.
-    not_before: Option<Instant>,
-}
-
-impl Gathering {
-    const LONGEST: Duration = Duration::from_millis(10);
-    const FIRST_PAUSE: Duration = Duration::from_millis(20);
-    /// The longest pause is the first, doubled so often.
-    const MOST_DOUBLINGS: u32 = 6;
-
-    fn of(credits: u16) -> Self {
-        Self {
-            most: usize::from(credits) / 2,
-            failures: 0,
-            not_before: None,
-        }
-    }
-
-    /// Until when to keep back `count` deliveries, the first of them kept back since `oldest`; `None` to
-    /// acknowledge them now. `worth_while` says that the prefix has just passed some.
-    fn keep_back(
-        &mut self,
-        count: usize,
-        oldest: Instant,
-        worth_while: bool,
-        now: Instant,
-    ) -> Option<Instant> {
-        if worth_while {
-            self.failures = 0;
-        }
-        if self.not_before.is_some_and(|not_before| now < not_before) {
-            return None;
-        }
-        let until = oldest + Self::LONGEST;
-        if count <= self.most && now < until {
-            return Some(until);
-        }
-        let doublings = self.failures.min(Self::MOST_DOUBLINGS);
-        self.failures += 1;
-        self.not_before = Some(now + Self::FIRST_PAUSE * 2_u32.pow(doublings));
-        None
-    }
-}
-
-/// What was finished in the session that just ended: copies of it need not run again.
-///
-/// Acknowledgements that were on their way when a session ended may or may not have been processed.
-/// Until the first delivery of the next session that is not a redelivery, a copy that is surely the
-/// same message (id, body, replay number) is settled without running.
-#[derive(Debug, Default)]
-pub(crate) struct Finished {
-    /// The last deliveries of this session, oldest first.
-    entries: VecDeque<(Identity, Ending)>,
-    keep: usize,
-    /// What earlier sessions finished; the deliveries of this one are compared with it.
-    comparing: HashMap<Identity, Ending>,
-}
-
-/// How a message ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Ending {
-    pub(crate) outcome: Outcome,
-    /// It ended after its session, so nobody has counted it yet: perhaps no copy of it comes here, and
-    /// another instance handles it.
-    pub(crate) late: bool,
-}
-
-impl Finished {
-    /// Remembers the last `keep` finished deliveries.
-    pub(crate) fn new(keep: usize) -> Self {
-        Self {
-            keep,
-            ..Self::default()
-        }
-    }
-
-    /// A delivery of the current session ended. Without an id it could not be recognised.
-    pub(crate) fn record(&mut self, identity: &Identity, outcome: Outcome) {
-        // What its source keeps comes again, to run.
-        if identity.id().is_none() || outcome == Outcome::Kept {
-            return;
-        }
-        if self.entries.len() == self.keep {
-            self.entries.pop_front();
-        }
-        let late = false;
-        self.entries
-            .push_back((identity.clone(), Ending { outcome, late }));
-    }
-
-    /// A delivery of a session that has already ended turned out to be finished.
-    pub(crate) fn record_late(&mut self, identity: &Identity, ending: Ending) {
-        if identity.id().is_some() && ending.outcome != Outcome::Kept {
-            self.make_room();
-            self.comparing.insert(identity.clone(), ending);
-        }
-    }
-
-    /// The session ended: what it finished is compared with what comes next. What came before stays
-    /// as well: a session that ended early must not make us forget the one before it.
-    pub(crate) fn session_ended(&mut self) {
-        self.make_room();
-        self.comparing.extend(self.entries.drain(..));
-    }
-
-    /// Bounds the memory. To forget costs a second run of a message, never the order: copies come
-    /// before their successors.
-    fn make_room(&mut self) {
-        if self.comparing.len() >= 2 * self.keep {
-            self.comparing.clear();
-        }
-    }
-
-    /// How the message ended before, if this delivery is a copy of a finished one. An entry matches
-    /// once.
-    pub(crate) fn match_copy(&mut self, identity: &Identity, redelivered: bool) -> Option<Ending> {
-        if self.comparing.is_empty() {
-            return None;
-        }
-        if !redelivered {
-            // The redeliveries of the ended session come first, in order; they are over.
-            self.comparing.clear();
-            return None;
-        }
-        identity.id()?;
-        self.comparing.remove(identity)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::envelope::Envelope;
+    use std::time::Duration;
+
+    use proptest::prelude::*;
 
     fn acks(book: &mut AckBook) -> Vec<(u64, bool)> {
         let (acks, until) = acks_at(book, Instant::now());
@@ -411,7 +280,7 @@ mod tests {
         let mut book = AckBook::new(16, false);
         let start = Instant::now();
         for tag in 1..=3 {
-            let at = start + std::time::Duration::from_secs(tag);
+            let at = start + Duration::from_secs(tag);
             assert!(book.arrived(DeliveryTag(tag), 0, at));
         }
         let seconds = |book: &AckBook| Some((book.oldest()? - start).as_secs());
@@ -425,59 +294,146 @@ mod tests {
         assert_eq!(seconds(&book), None);
     }
 
-    fn identity(id: Option<&str>, body: &'static str) -> Identity {
-        Identity::of(&Envelope {
-            id: id.map(Into::into),
-            body: bytes::Bytes::from_static(body.as_bytes()),
-            ..Envelope::default()
-        })
+    /// A book of a session with 16 credits that gathers, in which these have arrived.
+    fn gathering(tags: std::ops::RangeInclusive<u64>) -> AckBook {
+        arrived(AckBook::new(16, true), tags)
     }
 
-    const HANDLED: Ending = Ending {
-        outcome: Outcome::Handled,
-        late: false,
-    };
-
-    fn finished(id: Option<&str>, body: &'static str) -> Finished {
-        let mut finished = Finished::new(4);
-        finished.record(&identity(id, body), Outcome::Handled);
-        finished.session_ended();
-        finished
+    fn ms(count: u64) -> Duration {
+        Duration::from_millis(count)
     }
 
     #[test]
-    fn a_copy_of_a_finished_message_is_recognised_once() {
-        let mut finished = finished(Some("a"), "x");
-        let copy = identity(Some("a"), "x");
-        assert_eq!(finished.match_copy(&copy, true), Some(HANDLED));
-        assert_eq!(finished.match_copy(&copy, true), None);
+    fn what_ends_out_of_order_waits_for_the_prefix_that_covers_it() {
+        let (mut book, now) = (gathering(1..=4), Instant::now());
+        end(&mut book, &[3, 2]);
+        let until = Some(now + Gathering::LONGEST);
+        assert_eq!(acks_at(&mut book, now), (vec![], until));
+        end(&mut book, &[1]);
+        assert_eq!(acks_at(&mut book, now + ms(1)), (vec![(3, true)], None));
+        assert!(!book.has_ended());
     }
 
     #[test]
-    fn another_body_or_no_id_is_no_copy() {
-        assert_eq!(
-            finished(Some("a"), "x").match_copy(&identity(Some("a"), "y"), true),
-            None
-        );
-        assert_eq!(
-            finished(None, "x").match_copy(&identity(None, "x"), true),
-            None
-        );
+    fn it_waits_no_longer_than_the_bound() {
+        let (mut book, now) = (gathering(1..=4), Instant::now());
+        end(&mut book, &[2]);
+        assert!(acks_at(&mut book, now).1.is_some());
+        end(&mut book, &[3]);
+        let late = now + Gathering::LONGEST;
+        let singly = vec![(2, false), (3, false)];
+        assert_eq!(acks_at(&mut book, late), (singly, None));
     }
 
     #[test]
-    fn the_memory_ends_with_the_first_new_message() {
-        let mut finished = finished(Some("a"), "x");
-        let copy = identity(Some("a"), "x");
-        assert_eq!(finished.match_copy(&copy, false), None);
-        assert_eq!(finished.match_copy(&copy, true), None);
+    fn no_more_than_half_of_the_credits_wait() {
+        let (mut book, now) = (gathering(1..=16), Instant::now());
+        end(&mut book, &[2, 3, 4, 5, 6, 7, 8, 9]);
+        assert!(acks_at(&mut book, now).1.is_some());
+        end(&mut book, &[10]);
+        let (acks, until) = acks_at(&mut book, now);
+        assert_eq!((acks.len(), until), (9, None));
+        // One credit: whatever waited would keep everything out.
+        let mut book = arrived(AckBook::new(1, true), 1..=2);
+        end(&mut book, &[2]);
+        assert_eq!(acks_at(&mut book, now), (vec![(2, false)], None));
     }
 
     #[test]
-    fn two_losses_in_a_row_do_not_forget() {
-        let mut finished = finished(Some("a"), "x");
-        finished.session_ended();
-        let copy = identity(Some("a"), "x");
-        assert_eq!(finished.match_copy(&copy, true), Some(HANDLED));
+    fn after_waiting_in_vain_it_is_not_tried_for_a_while_that_doubles() {
+        let (mut book, start) = (gathering(1..=16), Instant::now());
+        let mut now = start;
+        for (tag, pause) in [(2, 20), (4, 40), (6, 80)] {
+            end(&mut book, &[tag]);
+            assert!(acks_at(&mut book, now).1.is_some(), "{tag} waits");
+            now += Gathering::LONGEST;
+            assert_eq!(acks_at(&mut book, now).0, [(tag, false)]);
+            end(&mut book, &[tag + 1]);
+            let within = now + ms(pause - 1);
+            assert_eq!(acks_at(&mut book, within), (vec![(tag + 1, false)], None));
+            now += ms(pause);
+        }
+        // What the prefix passes makes it worth while again: the next pause is the first.
+        end(&mut book, &[8]);
+        assert!(acks_at(&mut book, now).1.is_some());
+        end(&mut book, &[1]);
+        assert_eq!(acks_at(&mut book, now), (vec![(8, true)], None));
+        end(&mut book, &[10]);
+        assert!(acks_at(&mut book, now).1.is_some());
+        now += Gathering::LONGEST;
+        assert_eq!(acks_at(&mut book, now).0, [(10, false)]);
+        end(&mut book, &[11]);
+        assert!(acks_at(&mut book, now + ms(20)).1.is_some());
+    }
+
+    #[test]
+    fn before_a_barrier_nothing_waits() {
+        let (mut book, now) = (gathering(1..=5), Instant::now());
+        end(&mut book, &[4]);
+        assert!(acks_at(&mut book, now).1.is_some());
+        end(&mut book, &[1, 2]);
+        let mut acks = Vec::new();
+        book.acknowledge_all(now, &mut acks);
+        assert_eq!(named(&acks), [(2, true), (4, false)]);
+        assert!(!book.has_ended());
+    }
+
+    proptest! {
+        /// Whatever ends when: each delivery is acknowledged once and after its end, `multiple` names one that is
+        /// outstanding and covers nothing that has not ended, and nothing waits longer, nor more, than it may.
+        #[test]
+        fn every_end_is_acknowledged_once(
+            credits in 1_u16..20,
+            gather: bool,
+            steps in prop::collection::vec((any::<prop::sample::Index>(), 0_u64..15, 0_u8..4), 1..120),
+        ) {
+            let mut book = AckBook::new(credits, gather);
+            let mut now = Instant::now();
+            let (mut next, mut running) = (1, Vec::new());
+            // Ended, as the source sees it: with the time of the first acknowledgements after it.
+            let mut waiting: Vec<(u64, Option<Instant>)> = Vec::new();
+            for (which, passes, step) in steps {
+                now += ms(passes);
+                let in_hand = running.len() + waiting.len();
+                match step {
+                    0 if in_hand < usize::from(credits) => {
+                        prop_assert!(book.arrived(DeliveryTag(next), 0, now));
+                        running.push(next);
+                        next += 1;
+                    }
+                    1 if !running.is_empty() => {
+                        let tag = running.swap_remove(which.index(running.len()));
+                        prop_assert!(book.ended(DeliveryTag(tag)).is_some());
+                        waiting.push((tag, None));
+                    }
+                    _ => {
+                        let mut acks = Vec::new();
+                        let everything = step == 3;
+                        if everything {
+                            book.acknowledge_all(now, &mut acks);
+                        } else {
+                            let _ = book.acknowledge(now, &mut acks);
+                        }
+                        for ack in acks {
+                            let tag = ack.tag.0;
+                            prop_assert!(waiting.iter().any(|&(ended, _)| ended == tag), "{ack:?}");
+                            if ack.multiple {
+                                prop_assert!(running.iter().all(|&runs| runs > tag), "{ack:?}");
+                            }
+                            waiting.retain(|&(ended, _)| match ack.multiple {
+                                true => ended > tag,
+                                false => ended != tag,
+                            });
+                        }
+                        for (_, since) in &mut waiting {
+                            let since = *since.get_or_insert(now);
+                            prop_assert!(gather && !everything);
+                            prop_assert!(now < since + Gathering::LONGEST);
+                        }
+                        prop_assert!(waiting.len() <= usize::from(credits) / 2);
+                    }
+                }
+            }
+        }
     }
 }

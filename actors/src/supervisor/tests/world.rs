@@ -491,6 +491,11 @@ impl Session for ShardSession {
         self.world.changed.send_modify(|changes| *changes += 1);
     }
 
+    /// Both kinds of sources are in every story with more than one shard.
+    fn gathers_acknowledgements(&self) -> bool {
+        self.shard.is_multiple_of(2)
+    }
+
     fn barrier(&self) -> BoxFuture<'static, Result<(), SessionLost>> {
         let (world, shard, id) = (Arc::clone(&self.world), self.shard, self.state.id());
         async move {

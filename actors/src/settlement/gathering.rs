@@ -1,0 +1,62 @@
+//! When acknowledgements of what ended out of order wait. Pure.
+//!
+//! Owns how long and how many; the books say which ([`AckBook`](super::AckBook)).
+
+use std::time::{Duration, Instant};
+
+/// Whether what ended out of order waits for its predecessors, to be acknowledged together with them.
+///
+/// Lanes report in batches, so most of what ends out of order is passed by the finished prefix within a
+/// millisecond; acknowledged singly, it was more than half of all frames. What is kept back uses credits, and is
+/// run again by another instance if this process is killed. So it is never more than half of the credits, never
+/// longer than [`LONGEST`](Self::LONGEST), and after it has been in vain (a message in front takes long) not
+/// tried for a while, twice as long each time.
+#[derive(Debug)]
+pub(super) struct Gathering {
+    most: usize,
+    /// In vain, in a row.
+    failures: u32,
+    /// Nothing is kept back before.
+    not_before: Option<Instant>,
+}
+
+impl Gathering {
+    pub(super) const LONGEST: Duration = Duration::from_millis(10);
+    const FIRST_PAUSE: Duration = Duration::from_millis(20);
+    /// The longest pause is the first, doubled so often.
+    const MOST_DOUBLINGS: u32 = 6;
+
+    pub(super) fn of(credits: u16) -> Self {
+        Self {
+            most: usize::from(credits) / 2,
+            failures: 0,
+            not_before: None,
+        }
+    }
+
+    /// The prefix has passed some of what was kept back.
+    pub(super) fn was_worth_while(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Until when to keep back `count` deliveries, the first of them kept back since `oldest`; `None` to
+    /// acknowledge them now.
+    pub(super) fn keep_back(
+        &mut self,
+        count: usize,
+        oldest: Instant,
+        now: Instant,
+    ) -> Option<Instant> {
+        if self.not_before.is_some_and(|not_before| now < not_before) {
+            return None;
+        }
+        let until = oldest + Self::LONGEST;
+        if count <= self.most && now < until {
+            return Some(until);
+        }
+        let doublings = self.failures.min(Self::MOST_DOUBLINGS);
+        self.failures += 1;
+        self.not_before = Some(now + Self::FIRST_PAUSE * 2_u32.pow(doublings));
+        None
+    }
+}
