@@ -640,6 +640,9 @@ stories! {
     silent_at_a_claim: Unordered, Claim, Stall;
     cut_at_a_start: Ordered, Start, Cut;
     silent_at_a_start: Ordered, Start, Stall;
+    cut_at_a_start_without_order: Unordered, Start, Cut;
+    silent_at_a_start_without_order: Unordered, Start, Stall;
+    cut_at_a_start_that_takes_place: Ordered, StartCommit, Cut;
     cut_in_a_handlers_transaction: Transactional, Handler, Cut;
     silent_in_a_handlers_transaction: Transactional, Handler, Stall;
     cut_at_a_commit_that_takes_place: Transactional, Commit, Cut;

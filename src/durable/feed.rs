@@ -14,6 +14,8 @@
 //! - a message can end. It was named, so it does not come again.
 //! - a message can be kept. The read may have seen its key before that, and bring its successors. They are dropped
 //!   ([`Feed::kept`] notes the key while a read is under way): the next read sees what holds them.
+//!
+//! A read is under way until [`Feed::arrived`]: also while what it has brought is counted.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -95,6 +97,11 @@ impl Feed {
 
     fn most(&self) -> usize {
         (READ_AHEAD * self.credits).max(LEAST_READ)
+    }
+
+    /// Messages that it has at most, those that are out included.
+    pub(super) fn most_in_memory(&self) -> usize {
+        self.most() + self.credits
     }
 
     fn room(&self) -> usize {
@@ -277,18 +284,19 @@ impl Feed {
         self.ending.remove(&sequence);
     }
 
-    /// A message is kept in its place, and its key with it: it comes again when its time has come.
-    pub(super) fn kept(&mut self, tag: u64) {
-        let Some(out) = self.out.remove(&tag) else {
-            return;
-        };
-        let Some(key) = out.key else { return };
-        if let Some(state) = self.keys.remove(&key) {
-            self.waiting -= state.waiting.len();
+    /// A message is kept in its place, and its key with it: it comes again when its time has come. `None` if it is not
+    /// out.
+    pub(super) fn kept(&mut self, tag: u64) -> Option<Sequence> {
+        let out = self.out.remove(&tag)?;
+        if let Some(key) = out.key {
+            if let Some(state) = self.keys.remove(&key) {
+                self.waiting -= state.waiting.len();
+            }
+            if let Some(reading) = &mut self.reading {
+                reading.kept.insert(key);
+            }
         }
-        if let Some(reading) = &mut self.reading {
-            reading.kept.insert(key);
-        }
+        Some(out.sequence)
     }
 
     fn go_on(&mut self, key: OrderingKey) {
