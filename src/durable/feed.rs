@@ -52,6 +52,8 @@ pub(super) struct Feed {
 struct Out {
     sequence: Sequence,
     key: Option<OrderingKey>,
+    /// It cannot be read: the session moves it away, and the lanes do not know of it.
+    buried: bool,
 }
 
 #[derive(Default)]
@@ -249,22 +251,28 @@ impl Feed {
         let out = Out {
             sequence: stored.sequence,
             key: stored.key.clone(),
+            buried: false,
         };
         self.out.insert(self.last_tag, out);
         Some((self.last_tag, stored))
     }
 
+    /// A message that is out is not given to the lanes, but moved away. It is out until it has [ended](Self::ended), and
+    /// no acknowledgement means it: one of all up to a later tag comes from somebody who does not know of it.
+    pub(super) fn buried(&mut self, tag: u64) {
+        if let Some(out) = self.out.get_mut(&tag) {
+            out.buried = true;
+        }
+    }
+
     /// The tags that an acknowledgement names and that are out.
     pub(super) fn named(&self, tag: u64, multiple: bool) -> Vec<u64> {
-        match multiple {
-            true => self.out.range(..=tag).map(|(tag, _)| *tag).collect(),
-            false => self
-                .out
-                .contains_key(&tag)
-                .then_some(tag)
-                .into_iter()
-                .collect(),
-        }
+        let first = if multiple { 0 } else { tag };
+        let named = self.out.range(first..=tag);
+        named
+            .filter(|(_, out)| !out.buried)
+            .map(|(tag, _)| *tag)
+            .collect()
     }
 
     /// A message has ended, and is about to be settled: its key goes on. `None` if it is not out.
@@ -382,6 +390,19 @@ mod tests {
         assert_eq!(hand_out(&mut feed), [(3, 3)]);
         assert_eq!(feed.named(3, true), [1, 3]);
         assert_eq!(feed.named(2, false), [0_u64; 0]);
+    }
+
+    /// Acknowledged, it would be gone without a trace.
+    #[test]
+    fn an_acknowledgement_does_not_mean_what_is_being_buried() {
+        let mut feed = Feed::new(8);
+        arrive(&mut feed, &[(1, Some("a")), (2, None), (3, Some("a"))]);
+        feed.buried(1);
+        assert_eq!(feed.named(2, true), [2]);
+        assert_eq!(feed.named(1, false), [0_u64; 0]);
+        assert_eq!(hand_out(&mut feed), [], "its key waits for its end");
+        assert!(feed.ended(1).is_some());
+        assert_eq!(hand_out(&mut feed), [(3, 3)]);
     }
 
     #[test]

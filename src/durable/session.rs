@@ -397,6 +397,7 @@ impl Session {
             detail: why,
             failed: Vec::new(),
         };
+        self.feed.buried(tag);
         self.to_settle.push(ToSettle {
             settlement: Some(Settlement {
                 sequence: stored.sequence,
