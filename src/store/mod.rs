@@ -38,7 +38,8 @@
 //! | enqueue, unordered | 2 | 1, in two indexes |
 //! | read, ordered | 1 | 0: the lease is the claim |
 //! | claim, unordered | 1 or 2 | 1 without index entries (page permitting) |
-//! | start | 2, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
+//! | start | 1, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
+//! | uncount, at an orderly end | the same | the same |
 //! | settle as handled | 2 and a commit | 1 removed, 1 id remembered in one index |
 //! | prune | 1 | 1 removed |
 //! | hold, and end the hold | 2 and a commit, each | 1 in every index, each |
