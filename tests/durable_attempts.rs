@@ -395,7 +395,7 @@ async fn every_attempt_is_counted_before_its_handler_is_called(database: Databas
                     ));
                 }
                 seen.note(number, &cx);
-                match number % 3 == 0 && cx.attempt() == 1 {
+                match number.is_multiple_of(3) && cx.attempt() == 1 {
                     true => Err(Failure::transient("the first attempt")),
                     false => Ok(()),
                 }
@@ -422,7 +422,9 @@ async fn every_attempt_is_counted_before_its_handler_is_called(database: Databas
         let number = COUNT + number;
         bus.publish(&Loose(number)).await.expect("stored");
     }
-    let again = (0..2 * COUNT).filter(|number| number % 3 == 0).count();
+    let again = (0..2 * COUNT)
+        .filter(|number| number.is_multiple_of(3))
+        .count();
     seen.reach(2 * COUNT as usize + again).await;
     assert!(bus.shutdown(DRAIN).await.is_clean());
     let wrong = wrong.lock().expect("no panic").clone();
