@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use laneway::actors::EndpointState;
 use laneway::prelude::*;
 use laneway::store::Store;
 use serde::{Deserialize, Serialize};
@@ -563,6 +564,35 @@ async fn an_outage_at_a_start_costs_no_attempt() {
     stand.end().await;
 }
 
+/// The program ends while what was read is being counted: the count is waited for, and taken back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_orderly_end_meets_a_count_under_way_and_takes_it_back() {
+    let mut stand = Stand::new(Queue::Ordered, false).await;
+    stand.close_gate(Step::Start).await;
+    let work = Work { key: 1, number: 1 };
+    stand.bus.publish(&work).await.expect("stored");
+    stand.somebody_waits(Step::Start).await;
+    let mut state = stand.bus.endpoint("work").expect("it exists").state();
+    let (bus, control) = (&stand.bus, &mut stand.control);
+    let open = format!("SELECT pg_advisory_unlock({})", stand.gate);
+    let opening = async {
+        let draining = state.wait_for(|state| *state == EndpointState::Draining);
+        draining.await.expect("the endpoint is there");
+        control.execute(&*open).await.expect("opened");
+    };
+    let (report, ()) = tokio::join!(bus.shutdown(DRAIN), opening);
+    assert!(report.is_clean(), "{report:?}");
+    assert!(stand.seen.runs.lock().expect("unharmed").is_empty());
+    let schema = &stand.schema;
+    let attempts = format!("SELECT CAST(attempts AS bigint) FROM {schema}.messages");
+    let attempts: i64 = sqlx::query_scalar(&attempts)
+        .fetch_one(&mut stand.looking)
+        .await
+        .expect("it is there");
+    assert_eq!(attempts, 0);
+    stand.end().await;
+}
+
 /// Connections that are open when the fault begins are silent for ever, as behind a firewall that has forgotten them; new
 /// ones work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -640,6 +670,9 @@ stories! {
     silent_at_a_claim: Unordered, Claim, Stall;
     cut_at_a_start: Ordered, Start, Cut;
     silent_at_a_start: Ordered, Start, Stall;
+    cut_at_a_start_without_order: Unordered, Start, Cut;
+    silent_at_a_start_without_order: Unordered, Start, Stall;
+    cut_at_a_start_that_takes_place: Ordered, StartCommit, Cut;
     cut_in_a_handlers_transaction: Transactional, Handler, Cut;
     silent_in_a_handlers_transaction: Transactional, Handler, Stall;
     cut_at_a_commit_that_takes_place: Transactional, Commit, Cut;

@@ -99,10 +99,11 @@ impl Description {
     }
 
     /// The sources of a queue, in the order of its shards.
-    fn sources(&self, queue: &QueueIdentity) -> Vec<Arc<dyn Source>> {
+    fn sources(&self, queue: &QueueIdentity, max_attempts: u32) -> Vec<Arc<dyn Source>> {
         let source = |name: String, place| {
             let slot = Arc::clone(&self.slot);
-            let source = DurableSource::new(Arc::clone(&queue.name), name, place, slot);
+            let queue = Arc::clone(&queue.name);
+            let source = DurableSource::new(queue, name, place, slot, max_attempts);
             Arc::new(source) as Arc<dyn Source>
         };
         match queue.order {
@@ -145,11 +146,12 @@ impl DurableQueues for Description {
             },
         };
         let slot = Arc::clone(&self.slot);
+        let sources = self.sources(&identity, settings.max_delivery_attempts);
         let spec = EndpointSpec {
             parking: (!settings.discard_poison).then(|| DurableParking::of(&queue.name)),
             membership: self.membership(&identity),
             attempts: Some(Arc::new(DurableAttempts::new(slot, queue.transactional))),
-            ..EndpointSpec::sharded(settings, queue.name, self.sources(&identity), handlers)
+            ..EndpointSpec::sharded(settings, queue.name, sources, handlers)
         };
         self.queues.handled.push(identity);
         spec

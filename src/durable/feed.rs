@@ -14,6 +14,8 @@
 //! - a message can end. It was named, so it does not come again.
 //! - a message can be kept. The read may have seen its key before that, and bring its successors. They are dropped
 //!   ([`Feed::kept`] notes the key while a read is under way): the next read sees what holds them.
+//!
+//! A read is under way until [`Feed::arrived`]: also while what it has brought is counted.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -50,6 +52,8 @@ pub(super) struct Feed {
 struct Out {
     sequence: Sequence,
     key: Option<OrderingKey>,
+    /// It cannot be read: the session moves it away, and the lanes do not know of it.
+    buried: bool,
 }
 
 #[derive(Default)]
@@ -95,6 +99,11 @@ impl Feed {
 
     fn most(&self) -> usize {
         (READ_AHEAD * self.credits).max(LEAST_READ)
+    }
+
+    /// Messages that it has at most, those that are out included.
+    pub(super) fn most_in_memory(&self) -> usize {
+        self.most() + self.credits
     }
 
     fn room(&self) -> usize {
@@ -242,22 +251,28 @@ impl Feed {
         let out = Out {
             sequence: stored.sequence,
             key: stored.key.clone(),
+            buried: false,
         };
         self.out.insert(self.last_tag, out);
         Some((self.last_tag, stored))
     }
 
+    /// A message that is out is not given to the lanes, but moved away. It is out until it has [ended](Self::ended), and
+    /// no acknowledgement means it: one of all up to a later tag comes from somebody who does not know of it.
+    pub(super) fn buried(&mut self, tag: u64) {
+        if let Some(out) = self.out.get_mut(&tag) {
+            out.buried = true;
+        }
+    }
+
     /// The tags that an acknowledgement names and that are out.
     pub(super) fn named(&self, tag: u64, multiple: bool) -> Vec<u64> {
-        match multiple {
-            true => self.out.range(..=tag).map(|(tag, _)| *tag).collect(),
-            false => self
-                .out
-                .contains_key(&tag)
-                .then_some(tag)
-                .into_iter()
-                .collect(),
-        }
+        let first = if multiple { 0 } else { tag };
+        let named = self.out.range(first..=tag);
+        named
+            .filter(|(_, out)| !out.buried)
+            .map(|(tag, _)| *tag)
+            .collect()
     }
 
     /// A message has ended, and is about to be settled: its key goes on. `None` if it is not out.
@@ -277,18 +292,19 @@ impl Feed {
         self.ending.remove(&sequence);
     }
 
-    /// A message is kept in its place, and its key with it: it comes again when its time has come.
-    pub(super) fn kept(&mut self, tag: u64) {
-        let Some(out) = self.out.remove(&tag) else {
-            return;
-        };
-        let Some(key) = out.key else { return };
-        if let Some(state) = self.keys.remove(&key) {
-            self.waiting -= state.waiting.len();
+    /// A message is kept in its place, and its key with it: it comes again when its time has come. `None` if it is not
+    /// out.
+    pub(super) fn kept(&mut self, tag: u64) -> Option<Sequence> {
+        let out = self.out.remove(&tag)?;
+        if let Some(key) = out.key {
+            if let Some(state) = self.keys.remove(&key) {
+                self.waiting -= state.waiting.len();
+            }
+            if let Some(reading) = &mut self.reading {
+                reading.kept.insert(key);
+            }
         }
-        if let Some(reading) = &mut self.reading {
-            reading.kept.insert(key);
-        }
+        Some(out.sequence)
     }
 
     fn go_on(&mut self, key: OrderingKey) {
@@ -374,6 +390,19 @@ mod tests {
         assert_eq!(hand_out(&mut feed), [(3, 3)]);
         assert_eq!(feed.named(3, true), [1, 3]);
         assert_eq!(feed.named(2, false), [0_u64; 0]);
+    }
+
+    /// Acknowledged, it would be gone without a trace.
+    #[test]
+    fn an_acknowledgement_does_not_mean_what_is_being_buried() {
+        let mut feed = Feed::new(8);
+        arrive(&mut feed, &[(1, Some("a")), (2, None), (3, Some("a"))]);
+        feed.buried(1);
+        assert_eq!(feed.named(2, true), [2]);
+        assert_eq!(feed.named(1, false), [0_u64; 0]);
+        assert_eq!(hand_out(&mut feed), [], "its key waits for its end");
+        assert!(feed.ended(1).is_some());
+        assert_eq!(hand_out(&mut feed), [(3, 3)]);
     }
 
     #[test]

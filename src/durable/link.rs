@@ -7,6 +7,7 @@ use laneway_actors::{Delivery, FailureKind, SessionState};
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use super::ahead::First;
 use crate::store::{FailedAttempt, Lease, Sequence, Settlement, Start, StoreError};
 
 /// The way to one session.
@@ -74,16 +75,24 @@ pub(super) struct Claim {
     pub(super) link: Arc<Link>,
     pub(super) tag: u64,
     pub(super) sequence: Sequence,
+    /// Its first attempt, if that was counted before it was handed out.
+    first: Option<Arc<First>>,
     /// Attempts that failed here and are not in the store yet.
     past: Mutex<Vec<FailedAttempt>>,
 }
 
 impl Claim {
-    pub(super) fn new(link: Arc<Link>, tag: u64, sequence: Sequence) -> Self {
+    pub(super) fn new(
+        link: Arc<Link>,
+        tag: u64,
+        sequence: Sequence,
+        first: Option<Arc<First>>,
+    ) -> Self {
         Self {
             link,
             tag,
             sequence,
+            first,
             past: Mutex::default(),
         }
     }
@@ -91,6 +100,20 @@ impl Claim {
     /// That of a delivery; `None` if it did not come from a durable queue.
     pub(super) fn of(delivery: &Delivery) -> Option<Arc<Self>> {
         delivery.native::<Arc<Self>>().cloned()
+    }
+
+    /// Whether the attempt of this number is counted already. It has begun then, and its count stays.
+    ///
+    /// # Errors
+    /// [`SessionLost`]: the session was closed first, and takes the count back. The attempt must not start.
+    pub(super) fn begin_counted(&self, attempt: u32) -> Result<bool, SessionLost> {
+        match &self.first {
+            Some(first) if attempt <= 1 => match first.begin() {
+                true => Ok(true),
+                false => Err(SessionLost),
+            },
+            _ => Ok(false),
+        }
     }
 
     pub(super) fn failed(&self, attempt: u32, kind: FailureKind, detail: &str) {

@@ -10,6 +10,7 @@
 //! A durable queue is an endpoint like any other: this folder gives the engine a [`Source`](laneway_actors::port::Source)
 //! for each shard, a parking place and what surrounds an attempt, and nothing of lanes, order, retries or drains is here.
 
+mod ahead;
 mod bus;
 mod config;
 mod engine;

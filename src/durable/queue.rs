@@ -40,16 +40,25 @@ pub(crate) struct DurableSource {
     name: String,
     place: Place,
     slot: Arc<Slot>,
+    /// Attempts that a message has.
+    max_attempts: u32,
     opened_before: AtomicBool,
 }
 
 impl DurableSource {
-    pub(super) fn new(queue: Arc<str>, name: String, place: Place, slot: Arc<Slot>) -> Self {
+    pub(super) fn new(
+        queue: Arc<str>,
+        name: String,
+        place: Place,
+        slot: Arc<Slot>,
+        max_attempts: u32,
+    ) -> Self {
         Self {
             queue,
             name,
             place,
             slot,
+            max_attempts,
             opened_before: AtomicBool::new(false),
         }
     }
@@ -94,7 +103,7 @@ impl Source for DurableSource {
                 Arc::clone(&link),
                 ordered,
                 deliveries,
-                credits,
+                (credits, self.max_attempts),
                 again,
             );
             engine.runtime.spawn(session.run(self.place));
@@ -190,6 +199,10 @@ impl Parking for DurableParking {
 }
 
 /// Counts attempts, and gives each a transaction where the queue is to have them.
+///
+/// A first attempt that its session has counted ahead begins without a word to the session, which decides with its close
+/// by the same mark whether it was first ([`ahead`](super::ahead)). Every other attempt, and the first one too where
+/// nothing is counted ahead, waits until the session has counted it.
 pub(crate) struct DurableAttempts {
     slot: Arc<Slot>,
     transactional: bool,
@@ -218,9 +231,11 @@ impl Attempts for DurableAttempts {
                 return Ok(None);
             };
             let sequence = claim.sequence;
-            let start = Start { sequence, attempt };
-            let link = &claim.link;
-            link.ask(|done| Order::Start(start, done)).await?;
+            if !claim.begin_counted(attempt)? {
+                let start = Start { sequence, attempt };
+                let link = &claim.link;
+                link.ask(|done| Order::Start(start, done)).await?;
+            }
             if !transactional {
                 return Ok(None);
             }

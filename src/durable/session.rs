@@ -7,6 +7,10 @@
 //! comes while one is under way goes into the next as one batch, so that the number of statements does not grow with
 //! the number of messages. What they can do to each other is said in [`feed`](super::feed).
 //!
+//! A read is followed by a counting of its own: the first attempts of all that it has brought, before any of that is
+//! handed out. To the feed both are one read. The counting of starts is left with what [`ahead`](super::ahead) does not
+//! count: attempts again, and messages that had one elsewhere.
+//!
 //! # When the database is away
 //! - A read fails: it is made again. Nothing is lost.
 //! - A settling fails, and whether it took place is unknown: the same one is made again, until it is answered or the
@@ -16,8 +20,19 @@
 //!   program whose database is away never ended.)
 //! - A counting of starts fails: it is made again, with the attempts' numbers, so that each counts once. And once
 //!   more if the outage was so long that the proof of life is too old for the start when it is counted at last.
+//! - A counting of what was read fails: the same, and nothing of the read is handed out before. What was read stays
+//!   true meanwhile: nobody else settles or starts anything of it under this lease. What was claimed stays claimed, for
+//!   this session, which gives it back when it ends.
+//! - What was counted and handed out before may start, until the proof of life is too old.
 //! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
-//!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease.
+//!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease. (With one
+//!   attempt, if it was counted ahead: under a lease that is lost nothing can be taken back.)
+//!
+//! # The close
+//! It waits for a counting that is under way (one try, bounded as each statement is): what was asked to be counted is to
+//! be taken back, in this order. It does not wait for a read, of which nothing is counted. Then the session's state ends,
+//! what has not begun is kept from beginning and its count taken back, and last the lease is given back. A count that
+//! cannot be taken back in time costs its messages an attempt each, and holds up nothing.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -31,6 +46,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 
+use super::ahead::Ahead;
 use super::feed::Feed;
 use super::keeper::TTL;
 use super::link::{Claim, Link, Order};
@@ -45,7 +61,9 @@ const POLL: Duration = Duration::from_secs(1);
 const ASK_FOR_LEASE: Duration = Duration::from_millis(250);
 /// Pause before something is tried again at a database that does not answer.
 const AGAIN: Duration = Duration::from_millis(200);
-/// Messages that one settling ends at most.
+/// How long taking counts back may take at a close.
+const TAKE_BACK: Duration = Duration::from_secs(2);
+/// Messages that one statement ends or counts at most.
 const MOST_AT_ONCE: usize = 1_000;
 /// Retries whose time is remembered here at most; the others are found by looking.
 const MOST_DUE: usize = 10_000;
@@ -55,6 +73,8 @@ type Work<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 type Found = Result<Vec<Stored>, StoreError>;
 type Settling = (Vec<Then>, Result<(), StoreError>);
 type Starting = (Vec<oneshot::Sender<()>>, Result<(), StoreError>);
+/// What was read, and whether its first attempts are counted.
+type Counting = (Vec<Stored>, Result<(), StoreError>);
 
 /// The session's task.
 pub(super) struct Session {
@@ -65,12 +85,15 @@ pub(super) struct Session {
     /// An earlier session of this source may have handed out the same messages.
     again: bool,
     feed: Feed,
+    ahead: Ahead,
     to_settle: Vec<ToSettle>,
     to_start: Vec<(Start, oneshot::Sender<()>)>,
     /// When what is kept for later comes again.
     due: BTreeSet<Instant>,
     /// Whom to tell that it is closed; none as long as it is not to be.
     closing: Vec<oneshot::Sender<()>>,
+    /// Cancelled with the close, and when a drain has had its time: what was read is not counted any more.
+    leave_uncounted: CancellationToken,
 }
 
 /// One step of a settling.
@@ -105,20 +128,24 @@ impl Session {
         link: Arc<Link>,
         orders: mpsc::UnboundedReceiver<Order>,
         deliveries: Deliveries,
-        credits: u16,
+        (credits, max_attempts): (u16, u32),
         again: bool,
     ) -> Self {
+        let feed = Feed::new(credits);
+        let leave_uncounted = queue.engine.give_up.child_token();
         Self {
             queue,
             link,
             orders,
             deliveries,
             again,
-            feed: Feed::new(credits),
+            ahead: Ahead::new(max_attempts, feed.most_in_memory()),
+            feed,
             to_settle: Vec::new(),
             to_start: Vec::new(),
             due: BTreeSet::new(),
             closing: Vec::new(),
+            leave_uncounted,
         }
     }
 
@@ -135,12 +162,13 @@ impl Session {
         }
         match end {
             End::Closed => {
-                if let Some(lease) = lease
-                    && let Err(error) = self.queue.engine.store.release(lease).await
+                // Its supervisor has ended it already, unless there is none any more.
+                self.link.state.end();
+                if let Some(lease) = lease.cloned()
+                    && let Err(error) = self.give_back(&lease).await
                 {
                     warn!(target: "laneway", queue = %self.queue.name, %error, "a lease could not be given back; it expires");
                 }
-                self.link.state.end();
                 for done in self.closing {
                     let _ = done.send(());
                 }
@@ -166,6 +194,7 @@ impl Session {
         let mut reading: Option<Work<Found>> = None;
         let mut settling: Option<Work<Settling>> = None;
         let mut starting: Option<Work<Starting>> = None;
+        let mut counting: Option<Work<Counting>> = None;
         loop {
             if reading.is_none() {
                 reading = self.next_read(&lease, place);
@@ -176,7 +205,8 @@ impl Session {
             if starting.is_none() && !self.to_start.is_empty() {
                 starting = Some(self.start(&lease));
             }
-            if !self.closing.is_empty() && settling.is_none() && self.to_settle.is_empty() {
+            let settled = settling.is_none() && self.to_settle.is_empty();
+            if !self.closing.is_empty() && settled && counting.is_none() {
                 return End::Closed;
             }
             self.hand_out();
@@ -191,12 +221,18 @@ impl Session {
                                 // Kept with the message, and no order in this queue.
                                 found.iter_mut().for_each(|stored| stored.key = None);
                             }
-                            self.feed.arrived(found);
+                            let starts = self.ahead.count(&mut found);
+                            match starts.is_empty() {
+                                true => self.feed.arrived(found),
+                                false => counting = Some(self.count(&lease, found, starts)),
+                            }
                         }
                         // Messages may be claimed for this node that it does not know of.
                         Err(error) if place == Place::Shared => {
+                            // Nothing begins any more that is about to be taken back.
+                            self.link.state.end();
                             // An error here leaves them claimed until the lease expires.
-                            let _ = self.queue.engine.store.release(&lease).await;
+                            let _ = self.give_back(&lease).await;
                             return End::Lost(format!("messages could not be claimed: {error}"));
                         }
                         Err(error) if error.is_retryable() => {
@@ -206,6 +242,15 @@ impl Session {
                                 Ok(Vec::new())
                             }));
                         }
+                        Err(error) => return End::Lost(error.to_string()),
+                    }
+                }
+                (found, counted) = under_way(&mut counting) => {
+                    counting = None;
+                    match counted {
+                        Ok(()) => self.feed.arrived(found),
+                        // It is closed instead, and takes back what may have been counted.
+                        Err(error) if error.is_retryable() && !self.closing.is_empty() => {}
                         Err(error) => return End::Lost(error.to_string()),
                     }
                 }
@@ -314,7 +359,8 @@ impl Session {
                 self.bury(tag, &stored, why);
                 continue;
             }
-            let claim = Claim::new(Arc::clone(&self.link), tag, stored.sequence);
+            let first = self.ahead.hand_out(stored.sequence);
+            let claim = Claim::new(Arc::clone(&self.link), tag, stored.sequence, first);
             let lent = &self.queue.engine.lent;
             let original = lent.take(&self.queue.name, stored.sequence, stored.id());
             let mut delivery = Delivery::new(
@@ -351,6 +397,7 @@ impl Session {
             detail: why,
             failed: Vec::new(),
         };
+        self.feed.buried(tag);
         self.to_settle.push(ToSettle {
             settlement: Some(Settlement {
                 sequence: stored.sequence,
@@ -373,15 +420,15 @@ impl Session {
             Order::Acknowledge(acks) => {
                 for ack in acks {
                     for tag in self.feed.named(ack.tag.0, ack.multiple) {
-                        let Some(ended) = self.feed.ended(tag) else {
+                        let Some(sequence) = self.ended(tag) else {
                             continue;
                         };
                         self.to_settle.push(ToSettle {
                             settlement: Some(Settlement {
-                                sequence: ended.sequence,
+                                sequence,
                                 ending: Ending::Handled,
                             }),
-                            then: Then::Forget(ended.sequence),
+                            then: Then::Forget(sequence),
                         });
                     }
                 }
@@ -402,17 +449,23 @@ impl Session {
                     then: Then::Answer { tag, kept, done },
                 });
             }
-            Order::Committed(tag) => {
-                if let Some(ended) = self.feed.ended(tag) {
-                    self.feed.committed(ended.sequence);
-                }
-            }
+            Order::Committed(tag) => self.is_gone(tag),
             Order::Barrier(done) => self.to_settle.push(ToSettle {
                 settlement: None,
                 then: Then::Barrier(done),
             }),
-            Order::Close(done) => self.closing.push(done),
+            Order::Close(done) => {
+                self.leave_uncounted.cancel();
+                self.closing.push(done);
+            }
         }
+    }
+
+    /// A message that was out has ended, and is about to be settled. `None` if it was not out.
+    fn ended(&mut self, tag: u64) -> Option<Sequence> {
+        let sequence = self.feed.ended(tag)?.sequence;
+        self.ahead.ended(sequence);
+        Some(sequence)
     }
 
     fn settle(&mut self, lease: &Lease) -> Work<Settling> {
@@ -448,7 +501,9 @@ impl Session {
                     if result.is_ok() {
                         match kept {
                             Some(after) => {
-                                self.feed.kept(tag);
+                                if let Some(sequence) = self.feed.kept(tag) {
+                                    self.ahead.ended(sequence);
+                                }
                                 if let Some(after) = after
                                     && self.due.len() < MOST_DUE
                                 {
@@ -471,25 +526,63 @@ impl Session {
     }
 
     fn is_gone(&mut self, tag: u64) {
-        if let Some(ended) = self.feed.ended(tag) {
-            self.feed.committed(ended.sequence);
+        if let Some(sequence) = self.ended(tag) {
+            self.feed.committed(sequence);
         }
+    }
+
+    /// Counts the first attempts of what was read.
+    fn count(&self, lease: &Lease, found: Vec<Stored>, starts: Vec<Start>) -> Work<Counting> {
+        let counting = self.counted(lease, starts, self.leave_uncounted.clone());
+        Box::pin(async move { (found, counting.await) })
     }
 
     fn start(&mut self, lease: &Lease) -> Work<Starting> {
         let (starts, waiting): (Vec<_>, Vec<_>) = self.to_start.drain(..).unzip();
+        let counting = self.counted(lease, starts, self.queue.engine.give_up.clone());
+        Box::pin(async move { (waiting, counting.await) })
+    }
+
+    /// Counts attempts, until that is answered or given up.
+    fn counted(
+        &self,
+        lease: &Lease,
+        starts: Vec<Start>,
+        give_up: CancellationToken,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
         let (store, lease) = (Arc::clone(&self.queue.engine.store), lease.clone());
-        let name = Arc::clone(&self.queue.name);
-        let give_up = self.queue.engine.give_up.clone();
-        Box::pin(async move {
-            let mut tries = Tries::new(name, "counted as started", give_up);
-            loop {
-                match store.start(&lease, &starts).await {
-                    Err(error) if error.is_retryable() && tries.pause(&error).await => {}
-                    answered => return (waiting, answered),
+        let mut tries = Tries::new(Arc::clone(&self.queue.name), "counted as started", give_up);
+        async move {
+            for part in starts.chunks(MOST_AT_ONCE) {
+                loop {
+                    match store.start(&lease, part).await {
+                        Err(error) if error.is_retryable() && tries.pause(&error).await => {}
+                        Err(error) => return Err(error),
+                        Ok(()) => break,
+                    }
                 }
             }
-        })
+            Ok(())
+        }
+    }
+
+    /// Gives the lease back, and before that uncounted what has not begun. The session's state has ended.
+    async fn give_back(&mut self, lease: &Lease) -> Result<(), StoreError> {
+        let store = &self.queue.engine.store;
+        let never_began = self.ahead.take_back();
+        let uncounting = async {
+            for part in never_began.chunks(MOST_AT_ONCE) {
+                store.uncount(lease, part).await?;
+            }
+            Ok::<_, StoreError>(())
+        };
+        let uncounted = tokio::time::timeout(TAKE_BACK, uncounting).await;
+        let uncounted =
+            uncounted.unwrap_or_else(|_| Err(StoreError::timed_out("uncount", TAKE_BACK)));
+        if let Err(error) = uncounted {
+            warn!(target: "laneway", queue = %self.queue.name, messages = never_began.len(), %error, "messages that have not begun could not be given back uncounted; each has an attempt less");
+        }
+        store.release(lease).await
     }
 }
 

@@ -20,7 +20,7 @@ impl Sequence {
     }
 }
 
-/// An attempt that is about to start.
+/// An attempt that is to start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
     /// Of which message.
@@ -149,7 +149,7 @@ impl fmt::Debug for Enqueued {
 pub struct Stored {
     /// Its place, and the name under which it is settled.
     pub sequence: Sequence,
-    /// Attempts started so far, in whatever process.
+    /// Attempts counted so far, in whatever process.
     pub attempts: u32,
     /// Its key.
     pub key: Option<OrderingKey>,

@@ -38,7 +38,8 @@
 //! | enqueue, unordered | 2 | 1, in two indexes |
 //! | read, ordered | 1 | 0: the lease is the claim |
 //! | claim, unordered | 1 or 2 | 1 without index entries (page permitting) |
-//! | start | 2, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
+//! | start | 1, and a commit that does not wait for the disk | 1 without index entries (page permitting) |
+//! | uncount, at an orderly end | the same | the same |
 //! | settle as handled | 2 and a commit | 1 removed, 1 id remembered in one index |
 //! | prune | 1 | 1 removed |
 //! | hold, and end the hold | 2 and a commit, each | 1 in every index, each |
@@ -205,12 +206,24 @@ pub trait Store: Send + Sync + 'static {
     /// Gives claims of an unordered queue back, uncounted.
     fn give_back<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
-    /// Counts these attempts, which are about to start: a message has then had as many as the number says, or more.
-    /// So an attempt counts once, however often it is told.
+    /// Counts these attempts, before they start: a message has then had as many as the number says, or more. So an
+    /// attempt counts once, however often it is told.
     ///
     /// The count survives the end of this process. It does not wait for the disk: a loss of power right after may
     /// take it back.
     fn start<'a>(&'a self, lease: &'a Lease, starts: &'a [Start]) -> Answer<'a, ()>;
+
+    /// Takes the count of first attempts back that were counted and never began: a message that has had one attempt has
+    /// had none. One that has had more is left as it is, and so is one that is not there any more.
+    ///
+    /// Only for whoever starts nothing under this lease from here on, just before [`release`](Self::release). A call
+    /// without an answer may take place later, and takes back whatever first attempt was counted meanwhile.
+    ///
+    /// Does not wait for the disk, as [`start`](Self::start) does not: a loss of power right after may leave them counted.
+    ///
+    /// # Errors
+    /// [`StoreError::LeaseLost`] as above.
+    fn uncount<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()>;
 
     /// Ends messages, all or none of the batch. Messages that are not there any more are counted and left.
     fn settle<'a>(&'a self, lease: &'a Lease, settlements: &'a [Settlement])

@@ -355,6 +355,17 @@ impl Store for PostgresStore {
         })
     }
 
+    fn uncount<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()> {
+        self.bounded("uncount", async move {
+            let number = self.known.number(&lease.queue)?;
+            let mut connection = Guarded::from(&self.pools.claims).await?;
+            let sequences = Sequence::numbers(sequences);
+            settle::uncount(&mut connection, &self.names, number, lease, sequences).await?;
+            connection.done();
+            Ok(())
+        })
+    }
+
     fn settle<'a>(
         &'a self,
         lease: &'a Lease,

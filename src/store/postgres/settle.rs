@@ -22,6 +22,11 @@ const START: &str = "WITH {fence} soft AS MATERIALIZED (SELECT set_config('synch
      FROM unnest($4::int8[], $7::int4[]) AS s(sequence, attempt) \
      WHERE {own} AND m.sequence = s.sequence AND EXISTS (SELECT 1 FROM soft)";
 
+/// Loses nothing but an attempt if the server crashes before it is on the disk.
+const UNCOUNT: &str = "WITH {fence} soft AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
+     UPDATE {t}messages AS m SET attempts = 0 \
+     WHERE {own} AND m.sequence = ANY($4) AND m.attempts = 1 AND EXISTS (SELECT 1 FROM soft)";
+
 const REMOVE: &str = "WITH {fence} \
      gone AS (DELETE FROM {t}messages AS m WHERE {own} AND m.sequence = ANY($4) \
      RETURNING m.queue, m.id, m.digest) \
@@ -85,6 +90,21 @@ pub(super) async fn start(
         .execute(&mut *connection)
         .await?;
     if started.rows_affected() == 0 && !lease::held(connection, names, queue, lease, "").await? {
+        return Err(lease.lost().into());
+    }
+    Ok(())
+}
+
+pub(super) async fn uncount(
+    connection: &mut PgConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    sequences: Vec<i64>,
+) -> Result<(), Fault> {
+    let text = fenced(names, UNCOUNT, lease);
+    let uncounted = on_own(connection, &text, queue, lease, sequences).await?;
+    if uncounted == 0 && !lease::held(connection, names, queue, lease, "").await? {
         return Err(lease.lost().into());
     }
     Ok(())

@@ -377,6 +377,23 @@ impl Store for SqliteStore {
         })
     }
 
+    fn uncount<'a>(&'a self, lease: &'a Lease, sequences: &'a [Sequence]) -> Answer<'a, ()> {
+        self.bounded("uncount", async move {
+            let number = self.known.number(&lease.queue)?;
+            let mut connection = Guarded::from(&self.pools.writer).await?;
+            // Around the transaction, as at a start.
+            let not_the_disk = Durability::AcceptLossAtPowerFailure;
+            connect::commits_survive(&mut connection, not_the_disk).await?;
+            let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
+            let sequences = &Sequence::numbers(sequences);
+            settle::uncount(&mut transaction, &self.names, number, lease, sequences).await?;
+            transaction.commit().await?;
+            connect::commits_survive(&mut connection, self.durability).await?;
+            connection.done();
+            Ok(())
+        })
+    }
+
     fn settle<'a>(
         &'a self,
         lease: &'a Lease,

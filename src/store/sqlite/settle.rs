@@ -15,6 +15,9 @@ const OWN: &str = "queue = ?1 AND shard = ?2 AND claim IS ?3";
 const START: &str =
     "UPDATE {t}messages SET attempts = max(attempts, ?5) WHERE {own} AND sequence = ?4";
 
+const UNCOUNT: &str = "UPDATE {t}messages SET attempts = 0 \
+     WHERE {own} AND sequence IN (SELECT value FROM json_each(?4)) AND attempts = 1";
+
 const REMEMBER: &str = "INSERT INTO {t}ended (queue, id, digest, ended_at) \
      SELECT queue, id, digest, {now} FROM {t}messages \
      WHERE {own} AND sequence IN (SELECT value FROM json_each(?4)) \
@@ -63,6 +66,24 @@ pub(super) async fn start(
             .execute(&mut *connection)
             .await?;
     }
+    Ok(())
+}
+
+pub(super) async fn uncount(
+    connection: &mut SqliteConnection,
+    names: &Names,
+    queue: i32,
+    lease: &Lease,
+    sequences: &[i64],
+) -> Result<(), Fault> {
+    fence(&mut *connection, names, queue, lease).await?;
+    sqlx::query(&own(names, UNCOUNT))
+        .bind(queue)
+        .bind(lease.shard().0)
+        .bind(claim(lease))
+        .bind(list(sequences))
+        .execute(connection)
+        .await?;
     Ok(())
 }
 

@@ -90,6 +90,8 @@ macro_rules! store_conformance_suite {
             settling::a_retry_keeps_its_place_and_holds_its_key
             settling::a_held_message_waits_until_it_is_let_go
             settling::attempts_are_counted_over_restarts
+            settling::a_first_attempt_is_uncounted_and_no_other
+            settling::only_its_own_node_uncounts_what_it_has_claimed
             settling::a_dead_letter_keeps_the_message_and_its_whole_past
             settling::a_handlers_writes_and_its_mark_commit_together
             settling::an_ended_transaction_is_not_repeated

@@ -64,6 +64,7 @@ pub async fn a_stale_owner_cannot_read_start_or_settle<A: StoreAdapter>(stage: S
     }
     is_lost(store.read(&stale, &Window::of(9)).await);
     is_lost(store.start(&stale, &firsts(&read)).await);
+    is_lost(store.uncount(&stale, &sequences(&read)).await);
     is_lost(store.settle(&stale, &handled(&sequences(&read))).await);
     let mut transaction = store.begin().await.expect("begins");
     is_lost(

@@ -120,6 +120,65 @@ pub async fn attempts_are_counted_over_restarts<A: StoreAdapter>(mut stage: Stag
     }
 }
 
+/// The messages named that have had one attempt have had none; what they are otherwise, and all others, stays.
+pub async fn a_first_attempt_is_uncounted_and_no_other<A: StoreAdapter>(mut stage: Stage<A>) {
+    let lease = stage.ordered("q").await;
+    let batch = (0..5).map(|number| message("q", &number.to_string(), number));
+    stage.enqueue(batch.collect()).await;
+    let read = sequences(&stage.read(&lease, 9).await);
+    let starts = [
+        attempt(read[0], 1),
+        attempt(read[1], 2),
+        attempt(read[3], 1),
+        attempt(read[4], 1),
+    ];
+    stage.store.start(&lease, &starts).await.expect("starts");
+    let _ = stage.handled(&lease, &read[4..]).await;
+    // Of the fourth nothing is said, and the last is not there any more. Told twice, it is the same.
+    let named = [read[0], read[1], read[2], read[4]];
+    for _ in 0..2 {
+        let uncounted = stage.store.uncount(&lease, &named).await;
+        uncounted.expect("uncounts");
+    }
+    stage.store.release(&lease).await.expect("releases");
+    stage.restart().await;
+    let lease = stage.ordered("q").await;
+    let read = stage.read(&lease, 9).await;
+    let attempts: Vec<_> = read.iter().map(|message| message.attempts).collect();
+    assert_eq!(
+        (numbers(&read), attempts),
+        (vec![0, 1, 2, 3], vec![0, 2, 0, 1])
+    );
+    // It counts anew.
+    let first = [attempt(read[0].sequence, 1)];
+    stage.store.start(&lease, &first).await.expect("starts");
+    assert_eq!(stage.read(&lease, 1).await[0].attempts, 1);
+}
+
+/// What another node has claimed keeps its count, and a node that has left uncounts nothing.
+pub async fn only_its_own_node_uncounts_what_it_has_claimed<A: StoreAdapter>(stage: Stage<A>) {
+    let one = stage.unordered("q").await;
+    let two = stage.join("q", LONG).await;
+    stage
+        .enqueue(vec![message("q", "a", 1), message("q", "a", 2)])
+        .await;
+    let claimed = stage.store.claim(&one, 9).await.expect("claims");
+    let store = &stage.store;
+    store.start(&one, &firsts(&claimed)).await.expect("starts");
+    let all = sequences(&claimed);
+    store.uncount(&two, &all).await.expect("does nothing");
+    store.uncount(&one, &all[..1]).await.expect("uncounts");
+    store.release(&one).await.expect("releases");
+    let late = store.uncount(&one, &all).await;
+    assert!(
+        matches!(late, Err(StoreError::LeaseLost { .. })),
+        "{late:?}"
+    );
+    let again = store.claim(&two, 9).await.expect("claims");
+    let attempts: Vec<_> = again.iter().map(|message| message.attempts).collect();
+    assert_eq!((numbers(&again), attempts), (vec![1, 2], vec![0, 1]));
+}
+
 /// What was tried is in the dead letter, from every process that tried it.
 pub async fn a_dead_letter_keeps_the_message_and_its_whole_past<A: StoreAdapter>(stage: Stage<A>) {
     let lease = stage.ordered("q").await;
