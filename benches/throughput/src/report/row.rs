@@ -42,6 +42,9 @@ pub(crate) struct Row {
     pub(crate) cpu_ratio: Option<f64>,
     pub(crate) p50_ms: Option<f64>,
     pub(crate) p999_ms: Option<f64>,
+    /// W4: the rate at a steady pace, divided by that of the run without poison.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) steady_ratio: Option<f64>,
     /// p99 divided by p99 of the run without poison (W4), or of `ratio_to` (W7).
     pub(crate) p99_ratio: Option<f64>,
     pub(crate) resident_mib: Option<f64>,
@@ -182,6 +185,10 @@ fn row(
         _ => of(Part::PlainPaced, &latency(1)),
     };
     let p99_ratio = ratios(of(paced, &latency(1)).as_ref(), base_p99.as_ref());
+    let steady_ratio = ratios(
+        of(Part::Paced, &rate).as_ref(),
+        of(Part::PlainPaced, &rate).as_ref(),
+    );
     let is_order_seen = subject.keeps_order() || !matches!(work, Some(Work::Insert { .. }));
     let verdicts = || {
         runs.iter()
@@ -208,6 +215,7 @@ fn row(
         p50_ms: median(of(paced, &latency(0))),
         p99_ms: median(of(paced, &latency(1))),
         p999_ms: median(of(paced, &latency(2))),
+        steady_ratio: steady_ratio.map(|ratio| round(ratio[0])),
         p99_ratio: p99_ratio.map(|ratio| round(ratio[0])),
         resident_mib: median(of(Part::Main, &resident)).filter(|mib| mib.is_finite()),
         ledger_ok,
