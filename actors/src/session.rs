@@ -111,10 +111,17 @@ impl SessionState {
     /// Whether an attempt may start now: not ended, and the last proof of life is fresh.
     pub fn may_start(&self) -> bool {
         let max_age = self.max_age.load(Ordering::Relaxed);
-        !self.ended.is_cancelled()
-            && (max_age == u64::MAX
-                || nanos(Instant::now()).saturating_sub(self.proven.load(Ordering::Relaxed))
-                    <= max_age)
+        !self.ended.is_cancelled() && (max_age == u64::MAX || self.proof_age() <= max_age)
+    }
+
+    /// Whether the last proof of life is at most so old.
+    pub fn was_proven_within(&self, age: Duration) -> bool {
+        u128::from(self.proof_age()) <= age.as_nanos()
+    }
+
+    /// In nanoseconds.
+    fn proof_age(&self) -> u64 {
+        nanos(Instant::now()).saturating_sub(self.proven.load(Ordering::Relaxed))
     }
 }
 
@@ -156,5 +163,7 @@ mod tests {
         }
         session.require_proof_every(Duration::from_secs(3600));
         assert!(session.may_start());
+        assert!(session.was_proven_within(Duration::from_secs(3600)));
+        assert!(!session.was_proven_within(Duration::ZERO));
     }
 }

@@ -15,6 +15,9 @@ use crate::port::Ack;
 pub(crate) use finished::{Ending, Finished};
 use gathering::Gathering;
 
+/// So many entries are not worth a walk.
+const MANY: usize = 64;
+
 /// The unsettled deliveries of one session, in order of arrival.
 #[derive(Debug)]
 pub(crate) struct AckBook {
@@ -25,6 +28,8 @@ pub(crate) struct AckBook {
     kept_back: VecDeque<(DeliveryTag, Instant)>,
     gathering: Option<Gathering>,
     unsettled: usize,
+    /// Entries of what was acknowledged singly, not removed yet.
+    acknowledged: usize,
     /// The highest tag that has arrived.
     last: Option<DeliveryTag>,
 }
@@ -54,6 +59,7 @@ impl AckBook {
             kept_back: VecDeque::new(),
             gathering: gather.then(|| Gathering::of(credits)),
             unsettled: 0,
+            acknowledged: 0,
             last: None,
         }
     }
@@ -162,7 +168,7 @@ impl AckBook {
                     prefix = Some((first.tag, count + 1));
                 }
                 // Acknowledged singly before; no longer outstanding, so it must not be the tag named.
-                EntryState::Acknowledged => {}
+                EntryState::Acknowledged => self.acknowledged -= 1,
             }
             self.entries.pop_front();
         }
@@ -182,7 +188,14 @@ impl AckBook {
             });
             if let Ok(at) = self.entries.binary_search_by_key(&tag, |entry| entry.tag) {
                 self.entries[at].state = EntryState::Acknowledged;
+                self.acknowledged += 1;
             }
+        }
+        // Behind a message that takes for ever they would never go.
+        if self.acknowledged > MANY && 2 * self.acknowledged > self.entries.len() {
+            let is_open = |entry: &Entry| entry.state != EntryState::Acknowledged;
+            self.entries.retain(is_open);
+            self.acknowledged = 0;
         }
     }
 }
@@ -253,6 +266,22 @@ mod tests {
         assert_eq!(acks(&mut book), [(2, true)]);
         end(&mut book, &[4]);
         assert_eq!(acks(&mut book), [(4, false)]);
+    }
+
+    #[test]
+    fn behind_one_that_takes_for_ever_the_book_does_not_grow() {
+        let mut book = book(1..=2);
+        for tag in 3..10_000 {
+            end(&mut book, &[tag - 1]);
+            assert_eq!(acks(&mut book), [(tag - 1, false)]);
+            book = arrived(book, tag..=tag);
+            assert!(book.entries.len() <= 2 * MANY + 4, "{}", book.entries.len());
+        }
+        end(&mut book, &[1]);
+        assert_eq!(acks(&mut book), [(1, false)]);
+        end(&mut book, &[9_999]);
+        assert_eq!(acks(&mut book), [(9_999, false)]);
+        assert!(book.entries.is_empty());
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl First {
     }
 
     /// Whether it has not begun; then it never will.
-    fn take_back(&self) -> bool {
+    pub(super) fn take_back(&self) -> bool {
         let left = self
             .0
             .compare_exchange(WAITING, TAKEN_BACK, Ordering::SeqCst, Ordering::SeqCst);

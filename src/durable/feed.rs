@@ -4,7 +4,8 @@
 //! - **Of a key one message is out at a time.** Its successor follows when the first has ended. So a message that is
 //!   *kept* (its retry is later, or its key is held) is the only one of its key outside of the database, and what was
 //!   read behind it can simply be forgotten: it is read again after it.
-//! - What is out never exceeds the credits, and what is in memory never exceeds a few times as much.
+//! - What is out never exceeds the credits; with what has ended and is not settled, and what is in memory, a few times
+//!   as much.
 //! - A key with much work cannot keep others out: of each key so many messages are in memory at most, and that
 //!   number falls when the memory is full and nothing in it can run.
 //!
@@ -26,6 +27,9 @@ use crate::store::{Sequence, Stored, Window};
 /// Messages in memory for each credit. A read costs the database a walk over what it passes, so fewer and larger
 /// ones are cheaper; but bodies are as large as the application makes them.
 const READ_AHEAD: usize = 6;
+/// Messages for each credit that are handed out or ended and not known to be settled: as many can run again if this
+/// process is killed, and start here while the database does not answer.
+const UNSETTLED: usize = 4;
 /// The least that is read at once.
 const LEAST_READ: usize = 16;
 
@@ -242,7 +246,8 @@ impl Feed {
 
     /// The next message to hand out, with its tag.
     pub(super) fn next(&mut self) -> Option<(u64, Stored)> {
-        if self.out.len() >= self.credits {
+        let unsettled = self.out.len() + self.ending.len();
+        if self.out.len() >= self.credits || unsettled >= UNSETTLED * self.credits {
             return None;
         }
         let stored = self.ready.pop_front()?;

@@ -18,6 +18,9 @@ const EVERY: Duration = Duration::from_secs(1);
 /// How old a proof may be for an attempt to start: nobody else can have the lease yet, by a margin for clocks that run
 /// at different speeds.
 pub(super) const PROOF: Duration = Duration::from_millis(4_500);
+/// How old a proof may be for an attempt to start that was counted ahead, without asking the database: two renewals may
+/// be late. Half of a lease, so that a node that is cut off has stopped long before another one begins.
+pub(super) const UNASKED: Duration = Duration::from_millis(2_500);
 
 /// The leases of this process.
 #[derive(Default)]

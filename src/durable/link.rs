@@ -1,6 +1,7 @@
 //! What a delivery of a durable queue carries, and how everybody else speaks to the session it belongs to.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use laneway_actors::port::{Ack, SessionLost};
 use laneway_actors::{Delivery, FailureKind, SessionState};
@@ -8,6 +9,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::ahead::First;
+use super::keeper::UNASKED;
 use crate::store::{FailedAttempt, Lease, Sequence, Settlement, Start, StoreError};
 
 /// The way to one session.
@@ -102,14 +104,22 @@ impl Claim {
         delivery.native::<Arc<Self>>().cloned()
     }
 
-    /// Whether the attempt of this number is counted already. It has begun then, and its count stays.
+    /// Whether the attempt of this number is counted already, and may begin without a word of the database. Its count
+    /// stays then. Where the lease was not renewed lately, the attempt is counted once more, which changes nothing in
+    /// the store and begins nothing here until the database has answered: what a node that is cut off still begins
+    /// runs beside its successor.
     ///
     /// # Errors
     /// [`SessionLost`]: the session was closed first, and takes the count back. The attempt must not start.
     pub(super) fn begin_counted(&self, attempt: u32) -> Result<bool, SessionLost> {
+        self.begin_unasked(attempt, UNASKED)
+    }
+
+    /// The same, if the last proof of life is at most so old.
+    fn begin_unasked(&self, attempt: u32, age: Duration) -> Result<bool, SessionLost> {
         match &self.first {
             Some(first) if attempt <= 1 => match first.begin() {
-                true => Ok(true),
+                true => Ok(self.link.state.was_proven_within(age)),
                 false => Err(SessionLost),
             },
             _ => Ok(false),
@@ -133,5 +143,27 @@ impl Claim {
     pub(super) fn past(&self) -> Vec<FailedAttempt> {
         let past = self.past.lock().unwrap_or_else(PoisonError::into_inner);
         past.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_fresh_proof_a_counted_attempt_asks_the_database_and_has_begun() {
+        let first = Arc::new(First::default());
+        let link = Link {
+            state: SessionState::start(),
+            lost: CancellationToken::new(),
+            lease: OnceLock::new(),
+            orders: mpsc::unbounded_channel().0,
+        };
+        let claim = Claim::new(Arc::new(link), 1, Sequence(1), Some(Arc::clone(&first)));
+        let hour = Duration::from_secs(3600);
+        assert!(matches!(claim.begin_unasked(1, Duration::ZERO), Ok(false)));
+        assert!(!first.take_back(), "its count stays");
+        assert!(matches!(claim.begin_unasked(1, hour), Ok(true)));
+        assert!(matches!(claim.begin_unasked(2, hour), Ok(false)));
     }
 }

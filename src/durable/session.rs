@@ -23,7 +23,8 @@
 //! - A counting of what was read fails: the same, and nothing of the read is handed out before. What was read stays
 //!   true meanwhile: nobody else settles or starts anything of it under this lease. What was claimed stays claimed, for
 //!   this session, which gives it back when it ends.
-//! - What was counted and handed out before may start, until the proof of life is too old.
+//! - What was counted ahead may start as long as the last renewal is not older than two and a half seconds; then it is
+//!   counted again, which waits for the database. No more starts than may be unsettled ([`feed`](super::feed)).
 //! - The lease cannot be renewed: nothing starts (the session's proof of life is too old), until it is renewed, or
 //!   is another's. Then the session has ended, and what it had in memory is read by whoever has the lease. (With one
 //!   attempt, if it was counted ahead: under a lease that is lost nothing can be taken back.)
@@ -32,7 +33,7 @@
 //! It waits for a counting that is under way (one try, bounded as each statement is): what was asked to be counted is to
 //! be taken back, in this order. It does not wait for a read, of which nothing is counted. Then the session's state ends,
 //! what has not begun is kept from beginning and its count taken back, and last the lease is given back. A count that
-//! cannot be taken back in time costs its messages an attempt each, and holds up nothing.
+//! cannot be taken back within two seconds costs its messages an attempt each.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -216,6 +217,8 @@ impl Session {
                 found = under_way(&mut reading) => {
                     reading = None;
                     match found {
+                        // Not counted any more: the close would have to wait for that, and to take it back.
+                        Ok(_) if !self.closing.is_empty() => {}
                         Ok(mut found) => {
                             if place == Place::Shared {
                                 // Kept with the message, and no order in this queue.
@@ -554,6 +557,9 @@ impl Session {
         let mut tries = Tries::new(Arc::clone(&self.queue.name), "counted as started", give_up);
         async move {
             for part in starts.chunks(MOST_AT_ONCE) {
+                if tries.given_up() {
+                    return Err(StoreError::unavailable("given up"));
+                }
                 loop {
                     match store.start(&lease, part).await {
                         Err(error) if error.is_retryable() && tries.pause(&error).await => {}
@@ -602,6 +608,10 @@ impl Tries {
             told: false,
             give_up,
         }
+    }
+
+    fn given_up(&self) -> bool {
+        self.give_up.is_cancelled()
     }
 
     /// Whether to try again.

@@ -229,7 +229,7 @@ impl EndpointSupervisor {
     }
 
     /// Acknowledges after everything that waits in the mailbox now, so that a burst of outcomes becomes
-    /// few acknowledgements; without a timer, so that a single outcome is not delayed.
+    /// few acknowledgements; without a timer, so that a single outcome is not delayed if nothing in front of it is.
     fn schedule_flush(&mut self, ctx: &mut Context<Self>) {
         if !self.flush_scheduled {
             self.flush_scheduled = true;

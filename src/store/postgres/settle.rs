@@ -1,5 +1,7 @@
 //! Starts and ends. Each is one statement for all messages of a kind, behind the fence of the lease.
 
+use std::collections::BTreeMap;
+
 use sqlx::{Connection as _, PgConnection, Row as _};
 
 use super::fault::Fault;
@@ -18,9 +20,8 @@ const OWN_FENCED: &str = "m.queue = $1 AND m.shard = $2 AND m.claim IS NOT DISTI
 
 /// Its commit does not wait for the disk: all that a crash of the server can take with it is a count.
 const START: &str = "WITH {fence} soft AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
-     UPDATE {t}messages AS m SET attempts = GREATEST(m.attempts, s.attempt) \
-     FROM unnest($4::int8[], $7::int4[]) AS s(sequence, attempt) \
-     WHERE {own} AND m.sequence = s.sequence AND EXISTS (SELECT 1 FROM soft)";
+     UPDATE {t}messages AS m SET attempts = GREATEST(m.attempts, $7) \
+     WHERE {own} AND m.sequence = ANY($4) AND EXISTS (SELECT 1 FROM soft)";
 
 /// Loses nothing but an attempt if the server crashes before it is on the disk.
 const UNCOUNT: &str = "WITH {fence} soft AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)) \
@@ -37,11 +38,11 @@ const KEEP: &str = "UPDATE {t}messages AS m SET claim = NULL, past = m.past || k
      due_at = CASE WHEN k.millis IS NULL THEN 'infinity' \
      ELSE clock_timestamp() + k.millis * interval '1 millisecond' END \
      FROM unnest($4::int8[], $5::int8[], $6::text[]) AS k(sequence, millis, past) \
-     WHERE {own} AND m.sequence = k.sequence";
+     WHERE {own} AND m.sequence = ANY($4) AND m.sequence = k.sequence";
 
 const BURY: &str = "WITH gone AS (DELETE FROM {t}messages AS m \
      USING unnest($4::int8[], $5::text[], $6::text[], $7::text[]) AS d(sequence, reason, detail, more) \
-     WHERE {own} AND m.sequence = d.sequence \
+     WHERE {own} AND m.sequence = ANY($4) AND m.sequence = d.sequence \
      RETURNING m.queue, m.id, m.shard, m.sequence, m.key, m.key_hash, m.digest, m.attempts, m.message_type, \
      m.content_type, m.headers, m.correlation_id, m.causation_id, m.sent_at, m.past || d.more AS past, m.body, \
      d.reason, d.detail), \
@@ -69,7 +70,9 @@ fn fenced(names: &Names, text: &str, lease: &Lease) -> String {
     names.fill(&text.replace("{fence}", &fence).replace("{own}", OWN_FENCED))
 }
 
-/// One statement is its own transaction: a round trip instead of four.
+/// One statement for all attempts with the same number, and most are the first. Each is its own transaction: a round
+/// trip instead of four. (A join with pairs was planned as a walk over the whole shard for each of them: half a second
+/// for 500 starts in a shard of 6,000. The arrays of the others are beside `= ANY` for that reason.)
 pub(super) async fn start(
     connection: &mut PgConnection,
     names: &Names,
@@ -77,20 +80,27 @@ pub(super) async fn start(
     lease: &Lease,
     starts: &[Start],
 ) -> Result<(), Fault> {
-    let sequences = starts.iter().map(|start| start.sequence.0);
-    let attempts = starts.iter().map(|start| start.attempt as i32);
-    let started = sqlx::query(&fenced(names, START, lease))
-        .bind(queue)
-        .bind(lease.shard().0 as i32)
-        .bind(claim(lease))
-        .bind(sequences.collect::<Vec<_>>())
-        .bind(lease.epoch.0)
-        .bind(lease.owner.to_string())
-        .bind(attempts.collect::<Vec<_>>())
-        .execute(&mut *connection)
-        .await?;
-    if started.rows_affected() == 0 && !lease::held(connection, names, queue, lease, "").await? {
-        return Err(lease.lost().into());
+    let mut by_attempt: BTreeMap<i32, Vec<i64>> = BTreeMap::new();
+    for start in starts {
+        let sequences = by_attempt.entry(start.attempt as i32).or_default();
+        sequences.push(start.sequence.0);
+    }
+    let statement = fenced(names, START, lease);
+    for (attempt, sequences) in by_attempt {
+        let started = sqlx::query(&statement)
+            .bind(queue)
+            .bind(lease.shard().0 as i32)
+            .bind(claim(lease))
+            .bind(sequences)
+            .bind(lease.epoch.0)
+            .bind(lease.owner.to_string())
+            .bind(attempt)
+            .execute(&mut *connection)
+            .await?;
+        if started.rows_affected() == 0 && !lease::held(connection, names, queue, lease, "").await?
+        {
+            return Err(lease.lost().into());
+        }
     }
     Ok(())
 }
