@@ -382,7 +382,7 @@ mod tests {
             assert_eq!(acks_at(&mut book, within), (vec![(tag + 1, false)], None));
             now += ms(pause);
         }
-        // What the prefix passes makes it worth while again: the next pause is the first.
+        // What the prefix passes takes one doubling back: the next pause is as long as the last one.
         end(&mut book, &[8]);
         assert!(acks_at(&mut book, now).1.is_some());
         end(&mut book, &[1]);
@@ -392,7 +392,9 @@ mod tests {
         now += Gathering::LONGEST;
         assert_eq!(acks_at(&mut book, now).0, [(10, false)]);
         end(&mut book, &[11]);
-        assert!(acks_at(&mut book, now + ms(20)).1.is_some());
+        assert_eq!(acks_at(&mut book, now + ms(79)).0, [(11, false)]);
+        end(&mut book, &[12]);
+        assert!(acks_at(&mut book, now + ms(80)).1.is_some());
     }
 
     #[test]

@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 /// millisecond; acknowledged singly, it was more than half of all frames. What is kept back uses credits, and is
 /// run again by another instance if this process is killed. So it is never more than half of the credits, never
 /// longer than [`LONGEST`](Self::LONGEST), and after it has been in vain (a message in front takes long) not
-/// tried for a while, twice as long each time.
+/// tried for a while, twice as long each time. Being passed by the prefix takes back one such doubling, and not all:
+/// where a slow key keeps the front, a wait meets the end of one of its messages now and then, by chance. (Then few
+/// credits are left, and what is kept back stops everything.)
 #[derive(Debug)]
 pub(super) struct Gathering {
     most: usize,
-    /// In vain, in a row.
+    /// How often it was in vain, less how often it was worth while.
     failures: u32,
     /// Nothing is kept back before.
     not_before: Option<Instant>,
@@ -36,7 +38,7 @@ impl Gathering {
 
     /// The prefix has passed some of what was kept back.
     pub(super) fn was_worth_while(&mut self) {
-        self.failures = 0;
+        self.failures = self.failures.saturating_sub(1);
     }
 
     /// Until when to keep back `count` deliveries, the first of them kept back since `oldest`; `None` to
@@ -54,9 +56,8 @@ impl Gathering {
         if count <= self.most && now < until {
             return Some(until);
         }
-        let doublings = self.failures.min(Self::MOST_DOUBLINGS);
-        self.failures += 1;
-        self.not_before = Some(now + Self::FIRST_PAUSE * 2_u32.pow(doublings));
+        self.not_before = Some(now + Self::FIRST_PAUSE * 2_u32.pow(self.failures));
+        self.failures = (self.failures + 1).min(Self::MOST_DOUBLINGS);
         None
     }
 }
