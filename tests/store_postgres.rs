@@ -213,6 +213,31 @@ async fn an_older_snapshot_is_refused() {
     postgres.clean_up().await;
 }
 
+/// A copy is not seen as new because its statement looks through an older snapshot.
+#[tokio::test]
+async fn another_default_isolation_is_not_ours() {
+    let postgres = Postgres::new();
+    let (url, default) = (
+        url(),
+        "options[default_transaction_isolation]=repeatable%5C%20read",
+    );
+    let url = match url.contains('?') {
+        true => format!("{url}&{default}"),
+        false => format!("{url}?{default}"),
+    };
+    let store = PostgresStore::start(PostgresConfig::at(url).schema(&postgres.schema)).await;
+    let store = store.expect("starts");
+    let mut transaction = store.begin().await.expect("begins");
+    let shown: String = sqlx::query_scalar("SELECT current_setting('transaction_isolation')")
+        .fetch_one(&mut *transaction)
+        .await
+        .expect("shown");
+    assert_eq!(shown, "read committed");
+    transaction.rollback().await.expect("rolls back");
+    store.close().await;
+    postgres.clean_up().await;
+}
+
 #[tokio::test]
 async fn another_node_hears_of_a_commit() {
     let postgres = Postgres::new();

@@ -106,7 +106,10 @@ pub(super) fn options(config: &PostgresConfig) -> Result<PgConnectOptions, Store
         .url
         .parse()
         .map_err(|_| StoreError::refused("the address of the database cannot be understood"))?;
-    Ok(options.application_name("laneway"))
+    // What is stored sees copies that are being settled only if each statement has a snapshot of its own, whatever the
+    // database's default is. (The space is escaped, as in the variable PGOPTIONS.)
+    let isolation = [("default_transaction_isolation", r"read\ committed")];
+    Ok(options.application_name("laneway").options(isolation))
 }
 
 /// The server gives up as we do, so that what we gave up does not go on there and keep its locks.

@@ -16,10 +16,15 @@
 //! wait), and then insert: handled twice. E inserts first; if it had to wait for S, or came after it, the next
 //! statement has a newer snapshot, sees the ended id, and takes the copy out again. If S has not begun, the
 //! insert finds the message itself.
+//!
+//! **One round trip, if all is new.** A batch in a transaction of the store's own goes to a function in the database
+//! that takes these steps one after the other and commits. Whatever it meets that is not new takes everything back,
+//! and the batch is stored step by step: what a copy becomes is decided here.
 
 use std::collections::HashMap;
 
-use sqlx::{PgConnection, Row as _};
+use sqlx::postgres::{PgArguments, PgRow};
+use sqlx::{PgConnection, Postgres, Row as _};
 
 use super::fault::Fault;
 use crate::store::locks::{self, Lock, SLOTS};
@@ -171,6 +176,48 @@ pub(super) async fn enqueue(
     Ok(plan)
 }
 
+/// What the function of the database answers to a batch that is not all new.
+const NOT_NEW: &str = "LW001";
+
+/// Stores what was planned, in a transaction of its own and in one round trip; gives the plan back if not all of it is
+/// new. Nothing of it is stored then.
+pub(super) async fn enqueue_new(
+    connection: &mut PgConnection,
+    names: &Names,
+    lock_space: i32,
+    mut plan: Plan,
+) -> Result<Result<Plan, Plan>, Fault> {
+    if !plan.reused.is_empty() {
+        return Ok(Err(plan));
+    }
+    let locks = locks::of_plan(&plan);
+    let query = names.fill(
+        "SELECT * FROM {t}enqueue_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)",
+    );
+    let query = sqlx::query(&query)
+        .bind(lock_space)
+        .bind(locks.iter().map(slot).collect::<Vec<_>>())
+        .bind(locks.iter().map(|lock| lock.shared).collect::<Vec<_>>());
+    let inserted = match bind_rows(query, &plan.rows).fetch_all(connection).await {
+        Ok(rows) => places(rows)?,
+        Err(error) => {
+            let code = error.as_database_error().and_then(|answer| answer.code());
+            return match code.as_deref() {
+                Some(NOT_NEW) => Ok(Err(plan)),
+                _ => Err(error.into()),
+            };
+        }
+    };
+    for planned in std::mem::take(&mut plan.rows) {
+        let placed = match inserted.get(&(planned.queue, planned.row.id)) {
+            Some(Some(sequence)) => Placed::At(Sequence(*sequence)),
+            _ => Placed::Scheduled,
+        };
+        plan.placed[planned.position] = Some(placed);
+    }
+    Ok(Ok(plan))
+}
+
 type Id = (i32, String);
 
 /// Inserts the rows that no message keeps out; returns those, with their places.
@@ -179,10 +226,19 @@ async fn insert(
     names: &Names,
     rows: &[PlannedRow],
 ) -> Result<HashMap<Id, Option<i64>>, Fault> {
+    let statement = names.fill(INSERT);
+    let query = bind_rows(sqlx::query(&statement), rows);
+    places(query.fetch_all(connection).await?)
+}
+
+type Query<'q> = sqlx::query::Query<'q, Postgres, PgArguments>;
+
+/// A column of the rows after the other.
+fn bind_rows<'q>(query: Query<'q>, rows: &'q [PlannedRow]) -> Query<'q> {
     fn column<'a, T>(rows: &'a [PlannedRow], of: impl Fn(&'a PlannedRow) -> T) -> Vec<T> {
         rows.iter().map(of).collect()
     }
-    let inserted = sqlx::query(&names.fill(INSERT))
+    query
         .bind(column(rows, |r| r.queue))
         .bind(column(rows, |r| r.row.id.as_str()))
         .bind(column(rows, |r| r.row.shard.0 as i32))
@@ -197,8 +253,10 @@ async fn insert(
         .bind(column(rows, |r| r.row.causation_id.as_deref()))
         .bind(column(rows, |r| r.row.sent_at))
         .bind(column(rows, |r| r.row.body.as_slice()))
-        .fetch_all(connection)
-        .await?;
+}
+
+/// The places of what was inserted.
+fn places(inserted: Vec<PgRow>) -> Result<HashMap<Id, Option<i64>>, Fault> {
     let mut places = HashMap::with_capacity(inserted.len());
     for row in inserted {
         places.insert((row.try_get(0)?, row.try_get(1)?), row.try_get(2)?);

@@ -132,8 +132,12 @@ impl PostgresStore {
 
     async fn write(&self, connection: &mut PgConnection, plan: Plan) -> Result<Enqueued, Fault> {
         let plan = enqueue::enqueue(connection, &self.names, plan).await?;
+        Ok(self.enqueued(plan))
+    }
+
+    fn enqueued(&self, plan: Plan) -> Enqueued {
         let queues = plan.queues.clone();
-        Ok(Enqueued::new(plan.placed(), queues, self.wakes()))
+        Enqueued::new(plan.placed(), queues, self.wakes())
     }
 }
 
@@ -192,10 +196,17 @@ impl Store for PostgresStore {
         self.bounded("enqueue", async move {
             let plan = self.known.plan(&batch)?;
             let mut connection = Guarded::from(&self.pools.work).await?;
-            let begin = enqueue::begin_locked(self.lock_space, &plan);
-            let mut transaction = connection.begin_with(begin).await?;
-            let enqueued = self.write(&mut transaction, plan).await?;
-            transaction.commit().await?;
+            let (names, space) = (&self.names, self.lock_space);
+            let enqueued = match enqueue::enqueue_new(&mut connection, names, space, plan).await? {
+                Ok(plan) => self.enqueued(plan),
+                Err(plan) => {
+                    let begin = enqueue::begin_locked(space, &plan);
+                    let mut transaction = connection.begin_with(begin).await?;
+                    let enqueued = self.write(&mut transaction, plan).await?;
+                    transaction.commit().await?;
+                    enqueued
+                }
+            };
             connection.done();
             Ok(enqueued)
         })

@@ -13,6 +13,10 @@ const MIGRATIONS: &[(&str, &str)] = &[
         "holds and members",
         include_str!("migrations/0002_holds_and_members.sql"),
     ),
+    (
+        "enqueue what is new",
+        include_str!("migrations/0003_enqueue_new.sql"),
+    ),
 ];
 
 /// The text of all migrations, for whoever applies them by hand.
