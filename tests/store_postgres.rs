@@ -213,6 +213,33 @@ async fn an_older_snapshot_is_refused() {
     postgres.clean_up().await;
 }
 
+/// It waits in the server, where nobody else would end it. Who stores after it waits behind it: if it were stored, it
+/// would stand before that.
+#[tokio::test]
+async fn what_was_given_up_while_it_waited_is_not_stored_later() {
+    let postgres = Postgres::new();
+    let config = postgres.config().timeout(Duration::from_secs(1));
+    let hasty = PostgresStore::start(config).await.expect("starts");
+    let store = postgres.open().await;
+    for node in [&hasty, &store] {
+        node.declare(&queue()).await.expect("declares");
+    }
+    let mut open = store.begin().await.expect("begins");
+    let first = store
+        .enqueue_in(&mut open, vec![message("a", "first")])
+        .await;
+    let given_up = hasty.enqueue(vec![message("a", "given up")]).await;
+    assert!(given_up.is_err_and(|error| error.is_retryable()));
+    open.commit().await.expect("commits");
+    first.expect("stores").committed();
+    let last = store.enqueue(vec![message("a", "last")]).await;
+    last.expect("stores").committed();
+    assert_eq!(store.count("q").await.expect("counted").backlog, 2);
+    hasty.close().await;
+    store.close().await;
+    postgres.clean_up().await;
+}
+
 /// A copy is not seen as new because its statement looks through an older snapshot.
 #[tokio::test]
 async fn another_default_isolation_is_not_ours() {

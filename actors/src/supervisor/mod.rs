@@ -420,6 +420,8 @@ impl Handler<FromLane> for EndpointSupervisor {
                     .emit(EventKind::ActorRestarted { actor: "lane" });
                 for shard in 0..self.shards.len() {
                     if self.shards[shard].live.is_some() {
+                        // The books are sound: what is kept back need not run again.
+                        self.shards[shard].acknowledge_all();
                         self.session_lost(shard, "a lane was restarted".to_owned(), ctx);
                     } else {
                         // Between two sessions, or being closed: what the lane has taken over hears of it.

@@ -22,6 +22,7 @@
 //! and the batch is stored step by step: what a copy becomes is decided here.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use sqlx::postgres::{PgArguments, PgRow};
 use sqlx::{PgConnection, Postgres, Row as _};
@@ -180,11 +181,12 @@ pub(super) async fn enqueue(
 const NOT_NEW: &str = "LW001";
 
 /// Stores what was planned, in a transaction of its own and in one round trip; gives the plan back if not all of it is
-/// new. Nothing of it is stored then.
+/// new. Nothing of it is stored then, nor if a lock is not there within `patience`.
 pub(super) async fn enqueue_new(
     connection: &mut PgConnection,
     names: &Names,
     lock_space: i32,
+    patience: Duration,
     mut plan: Plan,
 ) -> Result<Result<Plan, Plan>, Fault> {
     if !plan.reused.is_empty() {
@@ -192,9 +194,10 @@ pub(super) async fn enqueue_new(
     }
     let locks = locks::of_plan(&plan);
     let query = names.fill(
-        "SELECT * FROM {t}enqueue_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)",
+        "SELECT * FROM {t}enqueue_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)",
     );
     let query = sqlx::query(&query)
+        .bind(i32::try_from(patience.as_millis().max(1)).unwrap_or(i32::MAX))
         .bind(lock_space)
         .bind(locks.iter().map(slot).collect::<Vec<_>>())
         .bind(locks.iter().map(|lock| lock.shared).collect::<Vec<_>>());

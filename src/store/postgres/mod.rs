@@ -197,7 +197,9 @@ impl Store for PostgresStore {
             let plan = self.known.plan(&batch)?;
             let mut connection = Guarded::from(&self.pools.work).await?;
             let (names, space) = (&self.names, self.lock_space);
-            let enqueued = match enqueue::enqueue_new(&mut connection, names, space, plan).await? {
+            let stored =
+                enqueue::enqueue_new(&mut connection, names, space, self.timeout, plan).await?;
+            let enqueued = match stored {
                 Ok(plan) => self.enqueued(plan),
                 Err(plan) => {
                     let begin = enqueue::begin_locked(space, &plan);

@@ -2,7 +2,7 @@
 -- everything back. The locks come first, then the places, then the look at the ended ids; `store/postgres/enqueue.rs` says
 -- why. It is VOLATILE, so that each of its statements sees what was committed before it began (manual, 38.7).
 CREATE FUNCTION {t}enqueue_new(
-    p_lock_space integer, p_slots integer[], p_shared boolean[],
+    p_patience_ms integer, p_lock_space integer, p_slots integer[], p_shared boolean[],
     p_queues integer[], p_ids text[], p_shards integer[], p_keys bytea[], p_key_hashes bigint[], p_digests bigint[],
     p_dues bigint[], p_message_types text[], p_content_types text[], p_headers text[], p_correlation_ids text[],
     p_causation_ids text[], p_sent_at bigint[], p_bodies bytea[]
@@ -11,6 +11,8 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     stored integer;
 BEGIN
+    -- The caller gives up after so long, and what it gave up must not be stored later: nobody commits here but this.
+    PERFORM set_config('lock_timeout', p_patience_ms::text, true);
     FOR n IN 1 .. coalesce(array_length(p_slots, 1), 0) LOOP
         IF p_shared[n] THEN
             PERFORM pg_advisory_xact_lock_shared(p_lock_space, p_slots[n]);
