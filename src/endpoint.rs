@@ -182,8 +182,9 @@ impl EndpointBuilder {
         self
     }
 
-    /// Number of lanes, 1 to 65,535. Defaults to the concurrency. A lane does not wait for itself: any
-    /// runnable key of it may start while a handler is free; so there is rarely a reason to set this.
+    /// Number of lanes, 1 to 65,535. Defaults to the concurrency, but to no more than 16. A lane does not wait
+    /// for itself: any runnable key of it may start while a handler is free; so there is rarely a reason to set
+    /// this.
     #[must_use]
     pub fn lanes(mut self, n: u32) -> Self {
         self.settings.lanes = Some(n);

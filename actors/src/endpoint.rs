@@ -36,7 +36,7 @@ pub(crate) struct Endpoint {
     pub(crate) counters: Counters,
     pub(crate) holds: Holds,
     /// Cancelled when a drain's deadline has passed.
-    pub(crate) cancel: CancellationToken,
+    pub(crate) cancel: Arc<CancellationToken>,
 }
 
 /// A number that only grows.

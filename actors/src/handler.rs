@@ -181,7 +181,8 @@ pub struct Context {
     pub(crate) endpoint: Arc<str>,
     pub(crate) attempt: u32,
     pub(crate) deadline: Option<Instant>,
-    pub(crate) cancel: tokio_util::sync::CancellationToken,
+    /// Shared: to clone and drop the token itself takes a lock of the whole endpoint.
+    pub(crate) cancel: Arc<tokio_util::sync::CancellationToken>,
     pub(crate) publisher: Option<Arc<dyn ContextPublisher>>,
     pub(crate) scope: Option<Arc<dyn Scope>>,
 }
@@ -328,7 +329,7 @@ impl Surroundings {
             endpoint: self.endpoint,
             attempt: 1,
             deadline: None,
-            cancel: tokio_util::sync::CancellationToken::new(),
+            cancel: Arc::default(),
             publisher: self.publisher,
             scope: self.scope,
         }

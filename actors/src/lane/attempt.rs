@@ -184,7 +184,7 @@ async fn run_attempt(
         endpoint: Arc::clone(&endpoint.config.name),
         attempt,
         deadline: timeout.and_then(|bound| Instant::now().checked_add(bound)),
-        cancel: endpoint.cancel.clone(),
+        cancel: Arc::clone(&endpoint.cancel),
         publisher: endpoint.publisher.clone(),
         scope: scope.clone(),
     };

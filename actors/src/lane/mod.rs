@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use actix::{Actor, Addr, Context, SpawnHandle, Supervised};
+use slab::Slab;
 
 pub use address::{LaneAddr, SendError};
 pub(crate) use address::{LaneGate, LaneLink};
@@ -47,7 +48,7 @@ use crate::session::SessionId;
 use crate::supervisor::{EndpointSupervisor, FromLane, Settled};
 use holding::Hold;
 use machine::{Effect, Item, Machine, Ticket};
-use runs::{Run, RunId};
+use runs::Run;
 
 impl Item for Arc<Delivery> {
     fn key(&self) -> Option<&OrderingKey> {
@@ -81,8 +82,7 @@ pub(crate) struct Lane {
     effects: Vec<Effect<Arc<Delivery>>>,
     /// Performed while `effects` is being walked.
     scratch: Vec<Effect<Arc<Delivery>>>,
-    runs: HashMap<RunId, Run>,
-    next_run: u64,
+    runs: Slab<Run>,
     /// Attempts that start at the end of this pass.
     starting: Vec<Job>,
     /// Ends of back-offs.
@@ -130,8 +130,7 @@ impl Lane {
             poison,
             effects: Vec::new(),
             scratch: Vec::new(),
-            runs: HashMap::new(),
-            next_run: 0,
+            runs: Slab::new(),
             starting: Vec::new(),
             timers: BTreeMap::new(),
             alarm: None,

@@ -19,9 +19,12 @@ use crate::supervisor::FromLane;
 /// How long an aborted attempt may take to be dropped before its key is reported stuck.
 const ABORT_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Names one attempt for as long as it runs. (Its ticket changes when the lane restarts.)
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct RunId(u64);
+/// Names one attempt for as long as it runs: its place in the table. (Its ticket changes when the lane restarts.)
+///
+/// A place is free again when the attempt's report has been taken, and there is one report of each attempt. So no report
+/// can mean another attempt that has the place of an earlier one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RunId(usize);
 
 /// One attempt that runs.
 pub(super) struct Run {
@@ -61,8 +64,8 @@ impl Lane {
             .config
             .handler_timeout
             .and_then(|bound| Instant::now().checked_add(bound));
-        let id = RunId(self.next_run);
-        self.next_run += 1;
+        let place = self.runs.vacant_entry();
+        let id = RunId(place.key());
         let (job, abort) = attempt::prepare(
             &self.endpoint,
             &self.link,
@@ -81,7 +84,7 @@ impl Lane {
             aborted: None,
             reported_stuck: false,
         };
-        self.runs.insert(id, run);
+        place.insert(run);
         self.starting.push(job);
     }
 
@@ -103,7 +106,7 @@ impl Lane {
     }
 
     pub(super) fn run_ended(&mut self, id: RunId, end: RunEnd) {
-        let Some(run) = self.runs.remove(&id) else {
+        let Some(run) = self.runs.try_remove(id.0) else {
             return;
         };
         let ticket = run.ticket;
@@ -147,7 +150,8 @@ impl Lane {
 
     /// Its session has ended: aborts the run after the grace.
     pub(super) fn cancel(&mut self, ticket: Ticket) {
-        if let Some(run) = self.runs.values_mut().find(|run| run.ticket == ticket) {
+        let mut runs = self.runs.iter_mut().map(|(_, run)| run);
+        if let Some(run) = runs.find(|run| run.ticket == ticket) {
             run.abort_at = Some(Instant::now() + self.endpoint.config.abort_grace);
             if self.endpoint.config.abort_grace.is_zero() {
                 run.abort();
@@ -157,7 +161,7 @@ impl Lane {
 
     /// Aborts what runs, of one session or of all.
     pub(super) fn abort_runs(&mut self, session: Option<SessionId>) {
-        for run in self.runs.values_mut() {
+        for (_, run) in &mut self.runs {
             if session.is_none_or(|session| session == run.delivery.session_id()) {
                 run.abort();
             }
@@ -166,7 +170,7 @@ impl Lane {
 
     /// Hands the attempts that run to a fresh machine, and aborts them: their sessions are given up.
     pub(super) fn adopt_runs(&mut self) {
-        for run in self.runs.values_mut() {
+        for (_, run) in &mut self.runs {
             run.abort();
             run.reported_stuck = false;
             let head = Arc::clone(&run.delivery);
@@ -177,7 +181,7 @@ impl Lane {
     /// Aborts whose grace is over, and reports those that are still there a while after that, or after their time-out.
     pub(super) fn look_after_runs(&mut self, now: Instant) {
         let mut overstaying = Vec::new();
-        for run in self.runs.values_mut() {
+        for (_, run) in &mut self.runs {
             if run.aborted.is_none() && run.abort_at.is_some_and(|at| at <= now) {
                 run.abort();
             }

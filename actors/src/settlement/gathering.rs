@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 ///
 /// Lanes report in batches, so most of what ends out of order is passed by the finished prefix within a
 /// millisecond; acknowledged singly, it was more than half of all frames. What is kept back uses credits, and is
-/// run again by another instance if this process is killed. So it is never more than half of the credits, never
-/// longer than [`LONGEST`](Self::LONGEST), and after it has been in vain (a message in front takes long) not
-/// tried for a while, twice as long each time. Being passed by the prefix takes back one such doubling, and not all:
+/// run again by another instance if this process is killed. So it is never more than half of the credits (of more than
+/// that the oldest go: a thread that is not run for a moment holds up half of the credits within two milliseconds, and
+/// were all of them to go, each time, most of what is acknowledged would be), never longer than
+/// [`LONGEST`](Self::LONGEST), and after it has been in vain (a message in front takes long) not tried for a while,
+/// twice as long each time. Being passed by the prefix takes back one such doubling, and not all:
 /// where a slow key keeps the front, a wait meets the end of one of its messages now and then, by chance. (Then few
 /// credits are left, and what is kept back stops everything.)
 #[derive(Debug)]
@@ -41,23 +43,17 @@ impl Gathering {
         self.failures = self.failures.saturating_sub(1);
     }
 
-    /// Until when to keep back `count` deliveries, the first of them kept back since `oldest`; `None` to
-    /// acknowledge them now.
-    pub(super) fn keep_back(
-        &mut self,
-        count: usize,
-        oldest: Instant,
-        now: Instant,
-    ) -> Option<Instant> {
+    /// How many deliveries may be kept back, the first of them since `oldest`; the others, from the oldest on, are
+    /// acknowledged now.
+    pub(super) fn keep_back(&mut self, oldest: Instant, now: Instant) -> usize {
         if self.not_before.is_some_and(|not_before| now < not_before) {
-            return None;
+            return 0;
         }
-        let until = oldest + Self::LONGEST;
-        if count <= self.most && now < until {
-            return Some(until);
+        if now < oldest + Self::LONGEST {
+            return self.most;
         }
         self.not_before = Some(now + Self::FIRST_PAUSE * 2_u32.pow(self.failures));
         self.failures = (self.failures + 1).min(Self::MOST_DOUBLINGS);
-        None
+        0
     }
 }

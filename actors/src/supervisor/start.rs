@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use tokio::sync::{Semaphore, watch};
-use tokio_util::sync::CancellationToken;
 
 use crate::balance::Subscriptions;
 use crate::balancer::{Balancer, BalancerSpec};
@@ -59,7 +58,7 @@ impl EndpointSupervisor {
             crew: Crew::new(runtime),
             counters: Counters::default(),
             holds: Holds::new(&credits),
-            cancel: CancellationToken::new(),
+            cancel: Arc::default(),
             config,
         });
         let shards = spec.sources.into_iter().zip(credits);

@@ -48,9 +48,9 @@ async fn main() -> Result<(), Error> {
     }
     let load_before = machine::load();
     let rows = measure(&options).await?;
-    if options.report {
+    if let Some(name) = &options.report {
         let folder = root().join("docs");
-        report::write(&folder, &rows, &options, &load_before)?;
+        report::write(&folder, name, &rows, &options, &load_before)?;
     }
     match rows
         .iter()

@@ -1,9 +1,21 @@
 //! The command line.
 
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
 
 use crate::database::Database;
-use crate::subject::QueueType;
+use crate::subject::{QueueType, Subject};
+
+/// The page that has the notes.
+pub(crate) const MAIN_REPORT: &str = "benchmarks";
+
+fn file_name(name: &str) -> Result<String, String> {
+    let is_fine = |letter: char| letter.is_ascii_lowercase() || letter == '-';
+    match !name.is_empty() && name.chars().all(is_fine) {
+        true => Ok(name.to_owned()),
+        false => Err("a name of small letters and `-`, without an ending".to_owned()),
+    }
+}
 
 /// Measures Laneway beside consumers written by hand on the raw client and other libraries: same queue, same
 /// messages, same handler, interleaved rounds in one run. Ratios are the result; absolute figures are this
@@ -22,6 +34,10 @@ pub(crate) struct Options {
     /// The databases of W7 [both; with --quick sqlite].
     #[arg(long, value_enum)]
     database: Vec<Database>,
+    /// Only these, by the name that the table shows; all if none is named. A ratio to one that does not run is
+    /// missing.
+    #[arg(long, value_parser = PossibleValuesParser::new(Subject::names()), conflicts_with = "report")]
+    pub(crate) subject: Vec<String>,
     /// Rounds; the median counts [5; with --quick 3].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
@@ -35,9 +51,17 @@ pub(crate) struct Options {
     /// One JSON object for each row to standard output, instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Writes docs/benchmarks.md and its chart.
-    #[arg(long)]
-    pub(crate) report: bool,
+    /// Writes a page and its chart to the folder docs: benchmarks.md, or with another name what does not fit
+    /// into that one (`--report=benchmarks-peers`).
+    #[arg(
+        long,
+        value_name = "NAME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = MAIN_REPORT,
+        value_parser = file_name
+    )]
+    pub(crate) report: Option<String>,
     /// The broker. Never printed.
     #[arg(
         long,
@@ -116,6 +140,10 @@ impl Options {
             ([], false) => Database::value_variants().to_vec(),
             (named, _) => named.to_vec(),
         }
+    }
+
+    pub(crate) fn measures(&self, subject: Subject) -> bool {
+        self.subject.is_empty() || self.subject.iter().any(|name| name == subject.name())
     }
 
     pub(crate) fn needs_broker(&self) -> bool {

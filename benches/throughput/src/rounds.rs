@@ -35,6 +35,7 @@ pub(crate) async fn run(
         let mut cases = suite.cases.clone();
         let first = round as usize % cases.len();
         cases.rotate_left(first);
+        cases.retain(|case| options.measures(case.subject));
         for case in cases {
             let Case { subject, part, .. } = case;
             let (process, name) = (std::process::id(), subject.name());

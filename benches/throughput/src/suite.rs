@@ -15,6 +15,8 @@ const PACE: u32 = 2_000;
 const DURABLE_PACE: u32 = 800;
 /// The slow consumer gets no more messages than this.
 const SEQUENTIAL_AT_MOST: u64 = 5_000;
+/// The same where it is to be quick.
+const SEQUENTIAL_QUICK: u64 = 2_000;
 
 /// Which of a subject's runs in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,7 +100,7 @@ impl Suite {
             workload,
             name: name.to_owned(),
             compared,
-            cases: cases(subjects, parts),
+            cases: cases(subjects, parts, options.quick),
             durable: None,
         };
         match workload {
@@ -110,9 +112,11 @@ impl Suite {
                     &peers(&ordered),
                     &[(Part::Main, waiting), (Part::Paced, paced)],
                 );
-                suite
-                    .cases
-                    .extend(cases(&[RawSequential], &[(Part::Main, waiting)]));
+                suite.cases.extend(cases(
+                    &[RawSequential],
+                    &[(Part::Main, waiting)],
+                    options.quick,
+                ));
                 vec![suite]
             }
             Workload::W2 => vec![suite(
@@ -198,8 +202,11 @@ impl Suite {
 /// W7: inserts, drains and mixed work, each in every database and with whoever is measured there with it.
 fn durable_suites(options: &Options, shape: Shape) -> Vec<Suite> {
     let mut suites = Vec::new();
-    // Each of them waits for the disk.
-    let single = if options.quick { 2_000 } else { 5_000 };
+    // Each single one waits for the disk; mixed work takes so many seconds.
+    let (single, seconds) = match options.quick {
+        true => (2_000, 6),
+        false => (5_000, 20),
+    };
     for database in options.databases() {
         for (name, work, most) in [
             ("w7-insert-1", Work::Insert { batch: 1 }, single),
@@ -214,7 +221,7 @@ fn durable_suites(options: &Options, shape: Shape) -> Vec<Suite> {
                     handlers: 64,
                     per_second: DURABLE_PACE,
                 },
-                20 * u64::from(DURABLE_PACE),
+                seconds * u64::from(DURABLE_PACE),
             ),
         ] {
             let durable = Durable { database, work };
@@ -270,13 +277,17 @@ fn durable_subjects(durable: Durable, with_peers: bool) -> Vec<Subject> {
     }
 }
 
-fn cases(subjects: &[Subject], parts: &[(Part, Shape)]) -> Vec<Case> {
+fn cases(subjects: &[Subject], parts: &[(Part, Shape)], quick: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     for &(part, shape) in parts {
         for &subject in subjects {
             let mut shape = shape;
             if subject == Subject::RawSequential {
-                shape.messages = shape.messages.min(SEQUENTIAL_AT_MOST);
+                let most = match quick {
+                    true => SEQUENTIAL_QUICK,
+                    false => SEQUENTIAL_AT_MOST,
+                };
+                shape.messages = shape.messages.min(most);
             }
             let is_paced = matches!(part, Part::Paced | Part::PlainPaced);
             cases.push(Case {

@@ -160,6 +160,7 @@ pub(super) async fn open(
             ended: ended(&shared.state),
             reader: Reader::new(Arc::clone(&shared.state)),
             owner: Arc::clone(&owner),
+            last_batch: 1,
             cancelled: false,
             finished: false,
         }
@@ -504,6 +505,9 @@ struct Deliveries {
     ended: BoxFuture<'static, ()>,
     reader: Reader,
     owner: Arc<Owner>,
+    /// How many the last batch had: room for so many is made for the next one. (Room for the most there can be, each
+    /// time, was a large part of all memory work: deliveries are some 350 bytes each, and most batches are small.)
+    last_batch: usize,
     /// The consumer has ended; only the session's end is waited for.
     cancelled: bool,
     finished: bool,
@@ -518,7 +522,7 @@ impl Deliveries {
             match self.consumer.poll_next_unpin(context) {
                 Poll::Ready(Some(Ok(delivery))) => {
                     if batch.is_empty() {
-                        batch.reserve(BATCH.min(usize::from(shared.credits)));
+                        batch.reserve(self.last_batch);
                     }
                     batch.push(self.reader.read(delivery));
                 }
@@ -549,6 +553,7 @@ impl Deliveries {
             }
             return Poll::Ready(Vec::new());
         }
+        self.last_batch = batch.len();
         Poll::Ready(batch)
     }
 }

@@ -6,34 +6,35 @@ use std::path::Path;
 
 use super::table::with_range;
 use super::{Row, chart, table};
-use crate::options::{Options, Workload};
+use crate::options::{MAIN_REPORT, Options, Workload};
 use crate::subject::Subject;
 use crate::{Error, greeting, machine};
 
 /// What was tried, where the time goes: written by hand.
 const NOTES: &str = include_str!("../../notes.md");
 
-/// Writes `benchmarks.md` and `benchmarks.svg`.
+/// Writes the page and its chart.
 pub(crate) fn write(
     folder: &Path,
+    name: &str,
     rows: &[Row],
     options: &Options,
     load_before: &str,
 ) -> Result<(), Error> {
     std::fs::create_dir_all(folder)?;
-    std::fs::write(folder.join("benchmarks.svg"), chart::svg(rows))?;
-    let page = page(rows, options, load_before)?;
-    std::fs::write(folder.join("benchmarks.md"), page)?;
+    std::fs::write(folder.join(format!("{name}.svg")), chart::svg(rows))?;
+    let page = page(name, rows, options, load_before)?;
+    std::fs::write(folder.join(format!("{name}.md")), page)?;
     Ok(())
 }
 
-fn page(rows: &[Row], options: &Options, load_before: &str) -> Result<String, Error> {
+fn page(name: &str, rows: &[Row], options: &Options, load_before: &str) -> Result<String, Error> {
     let mut page = String::from(
         "# Benchmarks\n\nWritten by the bench program: do not edit; what is written by hand is in \
          `benches/throughput/notes.md`.\n\n",
     );
     run(&mut page, rows, options, load_before)?;
-    page += "\n![Ratios](benchmarks.svg)\n\n## Targets\n\n";
+    write!(page, "\n![Ratios]({name}.svg)\n\n## Targets\n\n")?;
     page += "| workload | queue | Laneway | target | |\n|---|---|---|---|---|\n";
     for target in rows.iter().flat_map(targets) {
         writeln!(page, "{target}")?;
@@ -57,7 +58,12 @@ fn page(rows: &[Row], options: &Options, load_before: &str) -> Result<String, Er
         let [name, what] = [subject.name(), subject.description()];
         writeln!(page, "| {name} | {what} | {} |", subject.missing())?;
     }
-    write!(page, "\n{NOTES}")?;
+    if name == MAIN_REPORT {
+        write!(page, "\n{NOTES}")?;
+    } else {
+        page += "\nHow it is measured, what is not reached and why, and what was tried: \
+                 [benchmarks.md](benchmarks.md).\n";
+    }
     Ok(page)
 }
 

@@ -100,6 +100,14 @@ impl Job {
 }
 
 impl Subject {
+    /// The names of all, each once.
+    pub(crate) fn names() -> Vec<&'static str> {
+        let mut names: Vec<_> = Self::value_variants().iter().map(|it| it.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::RawSequential => "raw-sequential",
