@@ -204,10 +204,12 @@ impl EndpointBuilder {
         self
     }
 
-    /// Slots of each lane for messages that the program sends to it directly, 1 to 65,535. Defaults to 64.
+    /// Slots of each lane for messages that the program sends to it directly, 1 to 65,535. They bound how many of
+    /// them run at once, too. Defaults to 64 for each handler that there is for a lane, rounded up: 64 where nothing is
+    /// said of concurrency and lanes, 1,024 with `concurrency(256)`.
     #[must_use]
     pub fn lane_depth(mut self, n: u32) -> Self {
-        self.settings.lane_depth = n;
+        self.settings.lane_depth = Some(n);
         self
     }
 

@@ -20,9 +20,12 @@ use crate::restart::Intensity;
 use crate::rules::FailureRules;
 
 /// Lanes of an ordered endpoint that says nothing of them. With `concurrency(256)`, a lane for each made nearly
-/// each message one to an actor of its own, on the way in and on the way out: 1.2 times the processor time.
-/// (`benches/throughput/notes.md`, "The lane path made cheaper")
+/// each message one to an actor of its own, on the way in and on the way out: 1.2 times the processor time on two
+/// cores. (`benches/throughput/notes.md`, "The lane path made cheaper")
 const MOST_LANES_UNASKED: NonZeroU32 = NonZeroU32::new(16).expect("not zero");
+
+/// Slots of a lane for direct senders, for each handler that there is for it.
+const SLOTS_FOR_HANDLER: u32 = 64;
 
 /// Where the ordering key of a delivery comes from. The first that gives one wins: the header, the
 /// typed selector, the correlation id. A message without any is keyless: it has no order.
@@ -77,14 +80,15 @@ pub struct EndpointSettings {
     /// At most this many handlers at once, 1 to 65,535. Defaults to 16.
     pub concurrency: u32,
     /// Number of lanes of an ordered endpoint, 1 to 65,535. Defaults to `concurrency`, but to no more than
-    /// 16: a lane is no bound on how many keys run at once, and each one more costs something for each
-    /// message that comes alone. An endpoint without ordering has no use for it, and refuses it.
+    /// 16: a lane is no bound on how many keys of a source run at once, and each one more costs something for
+    /// each message that comes alone. An endpoint without ordering has no use for it, and refuses it.
     pub lanes: Option<u32>,
     /// Credits: at most this many unsettled deliveries (the broker's prefetch), `concurrency` to
     /// 65,535. Defaults to twice `concurrency`, at least 32.
     pub max_in_flight: Option<u32>,
-    /// Slots of each lane for messages sent directly to it, 1 to 65,535. Defaults to 64.
-    pub lane_depth: u32,
+    /// Slots of each lane for messages sent directly to it, 1 to 65,535. They bound how many of them run at
+    /// once, too. Defaults to 64 for each handler that there is for a lane, rounded up.
+    pub lane_depth: Option<u32>,
     /// Where the key comes from; `None` for an endpoint without ordering (the default).
     pub ordering: Option<KeySource>,
     /// Total number of runs of a message, 1 to 1,000. Defaults to 5.
@@ -130,7 +134,7 @@ impl EndpointSettings {
             concurrency: 16,
             lanes: None,
             max_in_flight: None,
-            lane_depth: 64,
+            lane_depth: None,
             ordering: None,
             max_delivery_attempts: 5,
             backoff: Backoff::default(),
@@ -183,7 +187,14 @@ impl EndpointSettings {
             self.concurrency.clamp(1, 65_535),
             65_535,
         );
-        let lane_depth = number("lane_depth", self.lane_depth, 1, 65_535);
+        let lane_depth = match self.lane_depth {
+            Some(depth) => number("lane_depth", depth, 1, 65_535),
+            None => {
+                let handlers = concurrency.get().div_ceil(lanes.get());
+                let depth = SLOTS_FOR_HANDLER.saturating_mul(handlers).min(65_535);
+                NonZeroU32::new(depth).unwrap_or(NonZeroU32::MIN)
+            }
+        };
         let max_attempts = number(
             "max_delivery_attempts",
             self.max_delivery_attempts,
@@ -499,6 +510,29 @@ mod tests {
     }
 
     #[test]
+    fn there_are_no_more_than_16_lanes_unasked_and_direct_senders_lose_nothing() {
+        let of = |concurrency, lanes| {
+            let settings = EndpointSettings {
+                concurrency,
+                lanes,
+                ordering: Some(KeySource {
+                    correlation_id: true,
+                    ..KeySource::default()
+                }),
+                ..settings()
+            };
+            let config = settings.check(true, 1).expect("valid");
+            (config.lanes.get(), config.lane_depth)
+        };
+        assert_eq!(of(1, None), (1, 64));
+        assert_eq!(of(16, None), (16, 64));
+        assert_eq!(of(256, None), (16, 1_024));
+        assert_eq!(of(256, Some(256)), (256, 64));
+        assert_eq!(of(20, None), (16, 128), "rounded up");
+        assert_eq!(of(65_535, Some(1)), (1, 65_535), "bounded");
+    }
+
+    #[test]
     fn every_bad_setting_is_refused_by_its_name() {
         type Change = fn(&mut EndpointSettings);
         let cases: [(&str, Change); 14] = [
@@ -518,7 +552,7 @@ mod tests {
             ("lanes", |s| s.lanes = Some(4)),
             ("max_in_flight", |s| s.max_in_flight = Some(15)),
             ("max_in_flight", |s| s.max_in_flight = Some(100_000)),
-            ("lane_depth", |s| s.lane_depth = 0),
+            ("lane_depth", |s| s.lane_depth = Some(0)),
             ("max_delivery_attempts", |s| s.max_delivery_attempts = 0),
             ("handler_timeout", |s| {
                 s.handler_timeout = Some(Duration::ZERO);
@@ -539,7 +573,7 @@ mod tests {
         let problems = check(
             |s| {
                 s.concurrency = 0;
-                s.lane_depth = 0;
+                s.lane_depth = Some(0);
             },
             false,
         );

@@ -137,15 +137,20 @@ impl AckBook {
                 gathering.was_worth_while();
             }
         }
+        if self.kept_back.is_empty()
+            && let Some(gathering) = &mut self.gathering
+        {
+            gathering.is_over();
+        }
         let ended = self.ended.drain(..);
         let out_of_order = ended.filter(|&tag| covered.is_none_or(|covered| tag > covered));
         self.kept_back.extend(out_of_order.map(|tag| (tag, now)));
         let &(_, oldest) = self.kept_back.front()?;
         let gathering = self.gathering.as_mut();
-        let kept = gathering.map_or(0, |gathering| gathering.keep_back(oldest, now));
-        self.acknowledge_singly(kept, acks);
-        let &(_, oldest) = self.kept_back.front()?;
-        Some(oldest + Gathering::LONGEST)
+        let keep = gathering.and_then(|gathering| gathering.keep_back(oldest, now));
+        let (most, until) = keep.unzip();
+        self.acknowledge_singly(most.unwrap_or(0), acks);
+        until.filter(|_| !self.kept_back.is_empty())
     }
 
     /// All acknowledgements, nothing kept back: somebody waits for their being processed.
@@ -370,6 +375,30 @@ mod tests {
     }
 
     #[test]
+    fn behind_one_that_takes_for_ever_too_many_are_in_vain_too() {
+        let (mut book, start) = (gathering(1..=16), Instant::now());
+        let mut next = 2;
+        let pass = |book: AckBook, next: &mut u64, at| {
+            // As many as may wait end, and as many arrive.
+            let mut book = arrived(book, *next + 15..=*next + 22);
+            end(&mut book, &(*next..*next + 8).collect::<Vec<_>>());
+            *next += 8;
+            let (acks, until) = acks_at(&mut book, at);
+            (book, acks.len(), until)
+        };
+        for passed in 0..10 {
+            let (same, acks, until) = pass(book, &mut next, start + ms(passed));
+            assert_eq!(acks, if passed == 0 { 0 } else { 8 }, "after {passed} ms");
+            assert_eq!(until, Some(start + Gathering::LONGEST));
+            book = same;
+        }
+        let (same, acks, until) = pass(book, &mut next, start + ms(10));
+        assert_eq!((acks, until), (16, None), "in vain");
+        let (_, acks, until) = pass(same, &mut next, start + ms(29));
+        assert_eq!((acks, until), (8, None), "not tried for a while");
+    }
+
+    #[test]
     fn after_waiting_in_vain_it_is_not_tried_for_a_while_that_doubles() {
         let (mut book, start) = (gathering(1..=16), Instant::now());
         let mut now = start;
@@ -440,11 +469,12 @@ mod tests {
                     }
                     _ => {
                         let mut acks = Vec::new();
+                        let mut until = None;
                         let everything = step == 3;
                         if everything {
                             book.acknowledge_all(now, &mut acks);
                         } else {
-                            let _ = book.acknowledge(now, &mut acks);
+                            until = book.acknowledge(now, &mut acks);
                         }
                         for ack in acks {
                             let tag = ack.tag.0;
@@ -463,6 +493,11 @@ mod tests {
                             prop_assert!(now < since + Gathering::LONGEST);
                         }
                         prop_assert!(waiting.len() <= usize::from(credits) / 2);
+                        // Asked again in time for what has waited longest.
+                        let oldest = waiting.iter().filter_map(|&(_, since)| since).min();
+                        let latest = oldest.map(|oldest| oldest + Gathering::LONGEST);
+                        prop_assert_eq!(until.is_some(), latest.is_some());
+                        prop_assert!(until <= latest && until.is_none_or(|until| now < until));
                     }
                 }
             }

@@ -109,7 +109,7 @@ impl Lane {
                 }
             }
             ToLane::Granted(ticket, permit) => self.feed(Event::Granted(ticket), Some(permit)),
-            ToLane::RunEnded(ticket, end) => self.run_ended(ticket, end),
+            ToLane::RunEnded(run, end) => self.run_ended(run, end),
             ToLane::Parked { ticket, settled } => {
                 self.since.remove(&ticket);
                 self.feed(Event::Parked { ticket, settled }, None);
