@@ -6,7 +6,7 @@
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use laneway_actors::port::{Announcement, MemberId};
@@ -193,12 +193,16 @@ impl Store for PostgresStore {
     }
 
     fn enqueue(&self, batch: Vec<NewMessage>) -> Answer<'_, Enqueued> {
+        let asked = Instant::now();
         self.bounded("enqueue", async move {
             let plan = self.known.plan(&batch)?;
             let mut connection = Guarded::from(&self.pools.work).await?;
             let (names, space) = (&self.names, self.lock_space);
+            // The server must give up before this side does: if it were the other way round, a key that becomes free
+            // in between would let it store what nobody waits for any more.
+            let patience = self.timeout.saturating_sub(asked.elapsed()) * 3 / 4;
             let stored =
-                enqueue::enqueue_new(&mut connection, names, space, self.timeout, plan).await?;
+                enqueue::enqueue_new(&mut connection, names, space, patience, plan).await?;
             let enqueued = match stored {
                 Ok(plan) => self.enqueued(plan),
                 Err(plan) => {

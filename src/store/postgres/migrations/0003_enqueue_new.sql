@@ -20,6 +20,10 @@ BEGIN
             PERFORM pg_advisory_xact_lock(p_lock_space, p_slots[n]);
         END IF;
     END LOOP;
+    -- That bound is one for each lock. `statement_timestamp()` is when the statement arrived.
+    IF clock_timestamp() > statement_timestamp() + p_patience_ms * interval '1 millisecond' THEN
+        RAISE EXCEPTION USING ERRCODE = 'lock_not_available', MESSAGE = 'the keys of the batch were not free in time';
+    END IF;
     -- The places are drawn outside the sorted inner query, hence in the order of the batch.
     RETURN QUERY INSERT INTO {t}messages AS m (queue, id, shard, sequence, key, key_hash, digest, due_at,
             message_type, content_type, headers, correlation_id, causation_id, sent_at, body)
