@@ -256,6 +256,34 @@ fn a_panic_of_a_lane_loses_nothing_else_of_its_post() {
     });
 }
 
+/// A message without an id has ended, and its acknowledgement waits for the message before it, when a lane panics. It
+/// would come again with the next session, and nothing tells that it is the same: so it is acknowledged first.
+#[test]
+fn a_panic_of_a_lane_does_not_run_again_what_waits_to_be_acknowledged() {
+    play(async {
+        let mut stage = Stage::of(1, |settings| {
+            settings.lanes = Some(1);
+            settings.handler_timeout = None;
+        });
+        stage.instance.until("a session", connected).await;
+        stage.world.publish(0, "waits");
+        stage.world.running("waits").await;
+        stage.world.publish(0, "nameless");
+        stage.world.handled("nameless", 1).await;
+        // Once the supervisor knows, the acknowledgement waits there, for ten milliseconds at most.
+        within("the end", in_flight(&stage.instance, 1)).await;
+        stage.instance.handle.lanes[0].tell(ToLane::Panic);
+        let restarted =
+            |kind: &EventKind| matches!(kind, EventKind::ActorRestarted { actor: "lane" });
+        stage.instance.until("the restart", restarted).await;
+        stage.instance.until("the next session", connected).await;
+        stage.gate.send_replace(true);
+        stage.world.empty().await;
+        assert_eq!(stage.world.runs_of("nameless"), 1);
+        stage.finish().await;
+    });
+}
+
 /// As many handlers as the runtime has threads block in place, and all were put into the crew's queue at one
 /// time. The runtime has another thread then, and what was put in with them starts on it.
 #[test]

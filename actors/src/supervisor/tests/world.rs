@@ -230,12 +230,16 @@ impl World {
         }
     }
 
-    /// Publishes the next message of a key to a shard. One whose name says so is keyless.
+    /// Publishes the next message of a key to a shard. Names say what a message does not have: one that begins with
+    /// `keyless` no key, one that begins with `nameless` no id.
     pub(super) fn publish(&self, shard: usize, key: &str) {
         let message = self.next(key);
         let mut envelope = Envelope::of(&message, Encoding::Json).expect("encodes");
         if !key.starts_with("keyless") {
             envelope.set_key(KEY, &key.into());
+        }
+        if key.starts_with("nameless") {
+            envelope.id = None;
         }
         let published = (message.key, message.seq);
         lock(&self.ledger).published.insert(published);
@@ -319,6 +323,12 @@ impl World {
     /// How many attempts there were.
     pub(super) fn runs(&self) -> usize {
         lock(&self.ledger).runs.len()
+    }
+
+    /// How many attempts a key had.
+    pub(super) fn runs_of(&self, key: &str) -> usize {
+        let ledger = lock(&self.ledger);
+        ledger.runs.iter().filter(|run| run.key == key).count()
     }
 
     /// Nothing was lost or came out of order, and no two runs of a key overlapped.

@@ -42,10 +42,17 @@ fn page(name: &str, rows: &[Row], options: &Options, load_before: &str) -> Resul
     let mut suites: Vec<&str> = rows.iter().map(|row| row.workload.as_str()).collect();
     suites.sort_by_key(|name| rows.iter().position(|row| row.workload == *name));
     suites.dedup();
+    let mut explained = None;
     for suite in suites {
         let of_suite: Vec<_> = rows.iter().filter(|row| row.workload == suite).collect();
-        let about = of_suite.first().map_or("", |row| about(row.workload_id));
-        writeln!(page, "\n## {suite}\n\n{about}\n\n{}", table(&of_suite))?;
+        writeln!(page, "\n## {suite}\n")?;
+        let workload = of_suite.first().map(|row| row.workload_id);
+        // A workload of several suites is explained at the first of them.
+        if let Some(workload) = workload.filter(|_| workload != explained) {
+            writeln!(page, "{}\n", about(workload))?;
+            explained = Some(workload);
+        }
+        writeln!(page, "{}", table(&of_suite))?;
         for row in of_suite.iter().filter(|row| row.failure.is_some()) {
             let what = row.failure.as_deref().unwrap_or_default();
             let what = what.lines().take(3).collect::<Vec<_>>().join("; ");
