@@ -2,8 +2,11 @@
 //! stop.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::FusedFuture;
 use laneway::ConfigError;
 use laneway::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -92,24 +95,34 @@ pub(crate) async fn work<T>(
 ) -> Result<T, String> {
     let store = bus.store().ok_or("the store has stopped by itself")?;
     let (opens, open) = watch::channel(false);
+    let stop = AtomicBool::new(false);
     let placing = async {
-        let place = || place_all(bus, database, &plan.shares, open.clone());
+        let place = || place_all(bus, database, &plan.shares, open.clone(), &stop);
         match database {
             // It has one writer, for which handlers wait as well.
-            Database::Sqlite(_) => place().await?,
-            Database::Postgres(_) => drop(tokio::try_join!(place(), place())?),
+            Database::Sqlite(_) => place().await,
+            Database::Postgres(_) => tokio::try_join!(place(), place()).map(drop),
         }
-        // The rest is to handle them.
-        std::future::pending::<Result<T, String>>().await
     };
     let mut worked = Err("the bus has stopped by itself".to_owned());
     let ended = bus
         .run_until(async {
+            let mut placing = std::pin::pin!(placing.fuse());
             worked = tokio::select! {
                 worked = until => worked,
-                failed = placing => failed,
+                // The rest is to handle them.
+                Err(failed) = &mut placing => Err(failed),
                 () = watch_backlog(&*store, opens) => Err("nobody looks after the backlog".to_owned()),
             };
+            // Not dropped in the middle: a transaction whose beginning is dropped can stay open in its connection, and
+            // in SQLite nobody else writes then.
+            stop.store(true, Ordering::Relaxed);
+            if !placing.is_terminated()
+                && let Err(failed) = placing.await
+                && worked.is_ok()
+            {
+                worked = Err(failed);
+            }
         })
         .await;
     let report = ended.map_err(|error| error.to_string())?;

@@ -1,5 +1,7 @@
 //! The module Orders: places orders, each in a transaction of the application's own.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use laneway::Bus;
 use laneway::durable::EnqueueError;
 use laneway::prelude::*;
@@ -113,7 +115,8 @@ impl Database {
     }
 }
 
-/// Places orders, until every customer has their share, whoever placed them. Waits while `open` says so.
+/// Places orders, until every customer has their share, whoever placed them, or until `stop`. Waits while `open` says
+/// so.
 ///
 /// # Errors
 /// When orders could not be placed many times in sequence.
@@ -122,10 +125,11 @@ pub(crate) async fn place_all(
     database: &Database,
     shares: &[u64],
     mut open: watch::Receiver<bool>,
+    stop: &AtomicBool,
 ) -> Result<(), String> {
     let mut left: Vec<_> = (0..).zip(shares).filter(|(_, most)| **most > 0).collect();
     let mut failures = 0;
-    while !left.is_empty() {
+    while !left.is_empty() && !stop.load(Ordering::Relaxed) {
         // An error is the end of whoever looks after the backlog, and with it of this run.
         let _ = open.wait_for(|open| *open).await;
         let place = fastrand::usize(..left.len());
@@ -134,6 +138,7 @@ pub(crate) async fn place_all(
             Ok(Did::Order | Did::ChangeTheirMind) => failures = 0,
             Ok(Did::Nothing) => drop(left.swap_remove(place)),
             // Whether it was placed after all does not matter here: the next look at the customer's count tells.
+            Err(_) if stop.load(Ordering::Relaxed) => break,
             Err(error) if failures == MOST_FAILURES => {
                 return Err(format!("orders cannot be placed: {error}"));
             }
