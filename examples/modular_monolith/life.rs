@@ -117,11 +117,11 @@ pub(crate) async fn work<T>(
             // Not dropped in the middle: a transaction whose beginning is dropped can stay open in its connection, and
             // in SQLite nobody else writes then.
             stop.store(true, Ordering::Relaxed);
-            if !placing.is_terminated()
-                && let Err(failed) = placing.await
-                && worked.is_ok()
-            {
-                worked = Err(failed);
+            if !placing.is_terminated() {
+                let stopped = tokio::time::timeout(DRAIN, placing).await;
+                if !matches!(stopped, Ok(Ok(()))) && worked.is_ok() {
+                    worked = Err(format!("an order was still being placed after {DRAIN:?}"));
+                }
             }
         })
         .await;
